@@ -35,13 +35,14 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
     if jax.default_backend() != "cpu":
         recorder.skip("cpu", "a comparison on a CPU; run it with JAX_PLATFORMS=cpu")
         return
-    workload = workloads.WORKLOADS["W1"].scaled(scale if is_quick else max(scale, LEAST_SCALE))
+    workload = workloads.WORKLOADS["W1"].scale(scale if is_quick else max(scale, LEAST_SCALE))
     workload = dataclasses.replace(workload, num_tables=4) if is_quick else workload
     distributions = DISTRIBUTIONS[:1] if is_quick else DISTRIBUTIONS
     all_batches = [
-        Batches(workload, one, workloads.key_sets(workload, one, protocol.num_key_sets, seed)) for one in distributions
+        Batches(workload, distribution, workloads.key_sets(workload, distribution, protocol.num_key_sets, seed))
+        for distribution in distributions
     ]
-    filled = fill.filled(workload, "sgd")
+    filled = fill.fill_tables(workload, "sgd")
     for batches in all_batches:
         with recorder.attempt(f"cpu {batches.distribution} jaxsok"):
             sets = filled.inputs(records.STEP, [key_set.ids for key_set in batches.key_sets])

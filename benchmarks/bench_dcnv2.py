@@ -268,11 +268,11 @@ class _Bench:
     def _measure_step(self, step: Any, carry: tuple, batches: list) -> tuple:
         """Measures the step without input, and the plans."""
 
-        def stepped(carry, inputs):
+        def take_step(carry, inputs):
             state, params, opt_state, loss, _ = step(*carry, *inputs)
             return (state, params, opt_state), loss
 
-        timing, carry = Step(stepped, donates=True, is_compiled=True).measure(carry, batches, self._protocol)
+        timing, carry = Step(take_step, donates=True, is_compiled=True).measure(carry, batches, self._protocol)
         self._add(records.DLRM, timing)
         features = [batch.features for batch, _ in batches]
         capacities = [None if asked is None else asked.send_capacity for asked in batches[-1][1].asked or ()]

@@ -77,16 +77,16 @@ def _with_last_steps(statistics: tuple[jax.Array, ...], most: int, salt: jax.Arr
     return tuple(map(spread, statistics))
 
 
-def _renew(one: OneTable, begin: int, num_new: int, salt: int) -> None:
+def _renew(filled: OneTable, begin: int, num_new: int, salt: int) -> None:
     """Gives new ids the freed rows, and every row another last step."""
     for start in range(begin, begin + num_new, KEYS_PER_CALL):
-        one.insert_ids(start, min(KEYS_PER_CALL, begin + num_new - start))
-    statistics = _with_last_steps(one.store.statistics, MAX_STEPS, jnp.uint32(salt))
-    one.store = dataclasses.replace(one.store, statistics=statistics)
-    jax.block_until_ready(one.state)
+        filled.insert_ids(start, min(KEYS_PER_CALL, begin + num_new - start))
+    statistics = _with_last_steps(filled.store.statistics, MAX_STEPS, jnp.uint32(salt))
+    filled.store = dataclasses.replace(filled.store, statistics=statistics)
+    jax.block_until_ready(filled.state)
 
 
-def _timed(run) -> tuple[float, object]:
+def _time(run) -> tuple[float, object]:
     begin = time.perf_counter()
     result = jax.block_until_ready(run())
     return (time.perf_counter() - begin) * 1e3, result
@@ -119,40 +119,42 @@ def measure(recorder: Recorder, copy_gb_s: float, scale: float, is_quick: bool =
 
 
 def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repetitions: int) -> None:
-    one = OneTable(num_rows, dim, "rowwise_adagrad", eviction=LeastRecentlyUsed())
+    filled = OneTable(num_rows, dim, "rowwise_adagrad", eviction=LeastRecentlyUsed())
     num_gone = max(1, num_rows // SHARE)
     kept = jnp.uint32(num_rows - num_gone)
-    leaving = evict.Leaving(one.store_spec, LeastRecentlyUsed())
-    one.fill(min(num_rows, KEYS_PER_CALL))
+    leaving = evict.Leaving(filled.store_spec, LeastRecentlyUsed())
+    filled.fill(min(num_rows, KEYS_PER_CALL))
     begin, clock = num_rows, jnp.uint32(MAX_STEPS)
-    _renew(one, begin, 0, 0)
+    _renew(filled, begin, 0, 0)
     samples: dict[str, list[float]] = {what: [] for what in (records.SELECT, records.RELEASE, records.EVICT)}
     for number in range(repetitions + 1):  # The first call compiles.
-        ms, (flags, _) = _timed(lambda: evict._select(leaving, one.store, one.state.seed, clock, kept, None))
+        ms, (flags, _) = _time(lambda: evict._select(leaving, filled.store, filled.state.seed, clock, kept, None))
         samples[records.SELECT].append(ms)
         if number == 0:
-            _require_the_oldest(one.store.statistics, flags, one.store.records, num_gone)
-        ms, ((one.store, _),) = _timed(functools.partial(evict._release, (leaving,), (one.store,), (flags,)))
+            _require_the_oldest(filled.store.statistics, flags, filled.store.records, num_gone)
+        ms, ((filled.store, _),) = _time(functools.partial(evict._release, (leaving,), (filled.store,), (flags,)))
         samples[records.RELEASE].append(ms)
         del flags
-        one.require_rows(num_rows - num_gone)
-        _renew(one, begin, num_gone, 2 * number + 1)
-        call = functools.partial(evict._evict, (leaving,), (one.store,), one.state.seed, clock, (kept,), (None,))
-        ms, ((one.store, _),) = _timed(call)
+        filled.require_rows(num_rows - num_gone)
+        _renew(filled, begin, num_gone, 2 * number + 1)
+        call = functools.partial(evict._evict, (leaving,), (filled.store,), filled.state.seed, clock, (kept,), (None,))
+        ms, ((filled.store, _),) = _time(call)
         samples[records.EVICT].append(ms)
-        one.require_rows(num_rows - num_gone)
+        filled.require_rows(num_rows - num_gone)
         begin += 2 * num_gone
-        _renew(one, begin - num_gone, num_gone, 2 * number + 2)
-    num_buckets = num_buckets_of(one.store.capacity)
+        _renew(filled, begin - num_gone, num_gone, 2 * number + 2)
+    num_buckets = num_buckets_of(filled.store.capacity)
     rebuild = jax.jit(lambda store: table.kernels.rebuild(store.counters, store.records, num_buckets))
     samples[records.REBUILD] = []
     for _ in range(repetitions + 1):
-        one.store = dataclasses.replace(one.store, index=one.store.index.delete() or jnp.zeros((0, 16), jnp.uint32))
-        ms, (index, counters) = _timed(functools.partial(rebuild, one.store))
-        one.store = dataclasses.replace(one.store, index=index, counters=counters)
+        filled.store = dataclasses.replace(
+            filled.store, index=filled.store.index.delete() or jnp.zeros((0, 16), jnp.uint32)
+        )
+        ms, (index, counters) = _time(functools.partial(rebuild, filled.store))
+        filled.store = dataclasses.replace(filled.store, index=index, counters=counters)
         samples[records.REBUILD].append(ms)
         del index
-    state_floats = sum(state.dim for state in one.store_spec.state_specs)
+    state_floats = sum(state.dim for state in filled.store_spec.state_specs)
     of_select, of_release = select_bytes(num_rows), release_bytes(num_rows, num_gone, state_floats)
     moved = {
         records.SELECT: of_select,
@@ -160,8 +162,8 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
         records.EVICT: of_select + of_release,
         records.REBUILD: num_rows * (RECORD_BYTES + INDEX_BYTES),
     }
-    load = one.load
-    samples[records.HAND_OVER], moved[records.HAND_OVER] = _hand_over(one, leaving, clock, num_rows)
+    load = filled.load
+    samples[records.HAND_OVER], moved[records.HAND_OVER] = _hand_over(filled, leaving, clock, num_rows)
     for what, times in samples.items():
         is_of_host = what == records.HAND_OVER
         recorder.add(
@@ -170,7 +172,7 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
                 what,
                 "jaxsok",
                 summary(times[1:] or times, 1),
-                optimizer=one.optimizer,
+                optimizer=filled.optimizer,
                 variant=f"D {dim}, {count(num_rows)} rows",
                 num_keys=min(num_gone, HAND_OVER_ROWS) if is_of_host else num_rows,
                 moved_bytes=moved[what],
@@ -181,14 +183,14 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
         )
 
 
-def _hand_over(one: OneTable, leaving: evict.Leaving, clock: jax.Array, num_rows: int) -> tuple[list[float], int]:
+def _hand_over(filled: OneTable, leaving: evict.Leaving, clock: jax.Array, num_rows: int) -> tuple[list[float], int]:
     """Measures the milliseconds of reading the rows that would leave, and their bytes; no row leaves."""
     num_gone = max(1, min(num_rows // SHARE, HAND_OVER_ROWS))
-    flags, _ = evict._select(leaving, one.store, one.state.seed, clock, jnp.uint32(num_rows - num_gone), None)
+    flags, _ = evict._select(leaving, filled.store, filled.state.seed, clock, jnp.uint32(num_rows - num_gone), None)
     times, num_bytes, seen = [], 0, 0
     for _ in range(2):  # The first call compiles.
         begin, num_bytes, seen = time.perf_counter(), 0, 0
-        for _, part in evict.selected_records(one.store_spec, one.store, one.state.seed, flags):
+        for _, part in evict.selected_records(filled.store_spec, filled.store, filled.state.seed, flags):
             seen += part.num_rows
             arrays = (part.keys, part.rows, *part.state.values(), part.last_step, part.frequency)
             num_bytes += sum(array.nbytes for array in arrays if array is not None)

@@ -195,7 +195,7 @@ class Sharded:
         self.workload, self.optimizer, self.protocol, self.recorder = workload, optimizer, protocol, recorder
         self.mesh, self.num_devices = mesh, mesh.size
         self.common = _common(workload, distribution, scaling, mesh.size, key_sets)
-        self.filled: Filled = fill.filled(workload, optimizer, mesh)
+        self.filled: Filled = fill.fill_tables(workload, optimizer, mesh)
         self.collection = self.filled.collection
         (self.spec,) = self.collection.stores
         recorder.say(f"{workload.name} on {mesh.size}: {self.common['notes']['num_rows']} rows filled")
@@ -229,15 +229,15 @@ class Sharded:
     def single(self) -> None:
         """Measures one program from features: plan, exchange in rounds, and on one device neither of them."""
         for what, step in self.steps.items():
-            num_rounds = self._checked(what, step, self.features)
-            timing = self._timed(step, self.features)
+            num_rounds = self._check_step(what, step, self.features)
+            timing = self._time_step(step, self.features)
             sent = 0
             if self.num_devices > 1:
                 store_features = self._features_of_a_shard()
                 capacity = exchange_lib.default_send_capacity(self.spec, store_features)
                 # The update asks the owners again: rows of an earlier round are not kept.
                 keys, rows = (2, 2) if what == records.STEP else (1, 1)
-                sent = num_rounds * self._sent_bytes(capacity, "float32", keys=keys, rows=rows)
+                sent = num_rounds * self._count_sent_bytes(capacity, "float32", keys=keys, rows=rows)
             self._add(what, timing, program="single", sent_bytes=sent, num_rounds=num_rounds)
 
     def planned(self, wire: str = "float32") -> None:
@@ -247,17 +247,17 @@ class Sharded:
             timing, _ = plan.measure((), self.features, self.protocol)
             call_ms, _ = plan.measure_calls((), self.features, self.protocol)
             timing = dataclasses.replace(timing, call_ms=call_ms)
-            sent = self._sent_bytes(self.send_capacity, wire, keys=1)
+            sent = self._count_sent_bytes(self.send_capacity, wire, keys=1)
             self._add(records.PLAN, timing, program="plan", wire=wire, sent_bytes=sent)
         self._add_limit(wire)
         for what, step in self.steps.items():
             rows = 2 if what == records.STEP else 1
-            num_rounds = self._checked(what, step, self.plans)
-            timing = self._timed(step, self.plans)
-            sent = self._sent_bytes(self.send_capacity, wire, rows=rows)
+            num_rounds = self._check_step(what, step, self.plans)
+            timing = self._time_step(step, self.plans)
+            sent = self._count_sent_bytes(self.send_capacity, wire, rows=rows)
             self._add(what, timing, program="planned", wire=wire, sent_bytes=sent, num_rounds=num_rounds)
-            timing, chosen = self._pipelined(step)
-            sent = self._sent_bytes(self.send_capacity, wire, keys=1, rows=rows)
+            timing, chosen = self._time_pipeline(step)
+            sent = self._count_sent_bytes(self.send_capacity, wire, keys=1, rows=rows)
             self._add(what, timing, program="pipelined", wire=wire, sent_bytes=sent, num_rounds=num_rounds, **chosen)
 
     def bfloat16(self) -> None:
@@ -288,20 +288,20 @@ class Sharded:
         collection, spec, shards, capacity = self.collection, self.spec, self.collection.shards, self.send_capacity
         route = Route(shards, False, capacity)
         owners = jnp.asarray(collection.partition_owners)
-        one = P(AXIS)
+        split = P(AXIS)
 
-        def on_shards(body: Callable, in_specs: Sequence[Any], out_specs: Any = one) -> Callable:
+        def on_shards(body: Callable, in_specs: Sequence[Any], out_specs: Any = split) -> Callable:
             return lambda *args: shards.run(body, args, in_specs, out_specs)
 
-        def timed(what: str, body: Callable, sets: Sequence[tuple], sent_bytes: int = 0, state: Any = None) -> None:
+        def time_part(what: str, body: Callable, sets: Sequence[tuple], sent_bytes: int = 0, state: Any = None) -> None:
             """Times `body(*parts)`, or `body(state, *parts)`, which returns the state and whose state is donated."""
             if state is None:
-                run = jax.jit(on_shards(body, (one,) * len(sets[0])))
+                run = jax.jit(on_shards(body, (split,) * len(sets[0])))
 
                 step = Step(lambda _, args: _waited_on_cpu(run(*args)), donates=False, is_compiled=True)
                 timing, _ = step.measure((), sets, self.protocol)
             else:
-                run = on_shards(body, ((one, P()), *(one,) * len(sets[0])), (one, P()))
+                run = on_shards(body, ((split, P()), *(split,) * len(sets[0])), (split, P()))
                 step = Step(lambda carry, args: (run(carry, *args), ()), donates=True)
                 timing, (store, count) = step.measure(state, sets, self.protocol)
                 self.filled.state = dataclasses.replace(self.filled.state, stores=(store,), step=count)
@@ -355,12 +355,12 @@ class Sharded:
             store, _, _ = update_kernels.update(store, step, [sums])
             return store, count + 1
 
-        keys_sent = self._sent_bytes(capacity, "float32", keys=1)
-        rows_sent = self._sent_bytes(capacity, "float32", rows=1)
-        timed(records.DISTINCT, distinct, [(part,) for part in features])
-        timed(records.KEY_EXCHANGE, route.to_owners, [(part,) for part in received], keys_sent)
+        keys_sent = self._count_sent_bytes(capacity, "float32", keys=1)
+        rows_sent = self._count_sent_bytes(capacity, "float32", rows=1)
+        time_part(records.DISTINCT, distinct, [(part,) for part in features])
+        time_part(records.KEY_EXCHANGE, route.to_owners, [(part,) for part in received], keys_sent)
         store = self.filled.state.stores[0]
-        timed(records.OWNER_LOOKUP, owner_lookup, [(store, part) for part in received])
+        time_part(records.OWNER_LOOKUP, owner_lookup, [(store, part) for part in received])
 
         def to_askers(part):
             return exchange_lib.send_rows(part, "float32", route.to_askers)
@@ -368,18 +368,18 @@ class Sharded:
         def to_owners(part):
             return exchange_lib.send_rows(part, "float32", route.to_owners)
 
-        timed(records.ROW_EXCHANGE, to_askers, [(rows,)], rows_sent)
+        time_part(records.ROW_EXCHANGE, to_askers, [(rows,)], rows_sent)
         slots = [plan.asked[0].slots for plan in self.plans]
         pairs = list(zip(features, slots, strict=True))
-        timed(records.COMBINE, combine, [(*pair, rows) for pair in pairs])
+        time_part(records.COMBINE, combine, [(*pair, rows) for pair in pairs])
         gradients = self.filled.gradients(self.workload.num_bags)
-        timed(records.TRANSPOSE, transpose, [(*pair, gradients) for pair in pairs])
-        timed(records.GRADIENT_EXCHANGE, to_owners, [(rows,)], rows_sent)
-        find = jax.jit(on_shards(lambda *args: owner_lookup(*args)[0], (one, one)))
+        time_part(records.TRANSPOSE, transpose, [(*pair, gradients) for pair in pairs])
+        time_part(records.GRADIENT_EXCHANGE, to_owners, [(rows,)], rows_sent)
+        find = jax.jit(on_shards(lambda *args: owner_lookup(*args)[0], (split, split)))
         row_ids = [find(store, part) for part in received]
         sets = [(part, ids, rows) for part, ids in zip(received, row_ids, strict=True)]
         state, self.filled.state = (store, self.filled.state.step), self.filled.state
-        timed(records.OWNER_UPDATE, update, sets, state=state)
+        time_part(records.OWNER_UPDATE, update, sets, state=state)
 
     def dlrm(self) -> None:
         """Measures a whole pipelined step of MLPerf's DLRM: replicated dense parameters, Adagrad, global mean.
@@ -407,22 +407,22 @@ class Sharded:
             dense_part = lax.with_sharding_constraint((optax.apply_updates(params, updates), opt_state), same)
             return (state, *dense_part), (loss, stats)
 
-        def pipelined(batches, carry):
+        def run_next(batches, carry):
             batch, plan = next(batches)
             return step(carry, plan, batch["dense"], batch["label"])
 
         carry = (self.filled.state, *jax.jit(make, out_shardings=same)())
-        sent = self._sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
+        sent = self._count_sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
         whole = "pipelined" if self.num_devices > 1 else "single"
         for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):
             pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), ahead=ahead)
             batches = iter(pipeline)
             for _ in range(2):  # The first step is a program of its own.
-                carry, (loss, stats) = pipelined(batches, carry)
+                carry, (loss, stats) = run_next(batches, carry)
             stats.check()
             if not np.isfinite(float(loss)):
                 raise RuntimeError(f"{self.workload.name}: the loss of the second step is {float(loss)}.")
-            run = functools.partial(pipelined, batches)
+            run = functools.partial(run_next, batches)
             measured = Step(lambda carry, _, run=run: run(carry), donates=True, is_compiled=True)
             timing, carry = measured.measure(carry, [None] * len(self.batches), self.protocol)
             while carry[0].ahead:
@@ -441,29 +441,29 @@ class Sharded:
         first = NamedSharding(self.mesh, P(AXIS))
 
         @functools.partial(jax.jit, out_shardings=first)
-        def stacked(tree):
+        def stack(tree):
             return jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), tree)
 
         @functools.partial(jax.jit, out_shardings=first)
         def stacked_state(state):
-            def repeated(x):
+            def repeat(x):
                 return jnp.broadcast_to(x[None], (num, *x.shape))
 
             names = ("step", "seed", "partition_owners", "lineage", "num_refused")
-            same = {name: repeated(getattr(state, name)) for name in names}
-            tickets = stacked(state.tickets)
-            return dataclasses.replace(state, stores=stacked(state.stores), tickets=tickets, **same)
+            same = {name: repeat(getattr(state, name)) for name in names}
+            tickets = stack(state.tickets)
+            return dataclasses.replace(state, stores=stack(state.stores), tickets=tickets, **same)
 
         state = jax.block_until_ready(stacked_state(self.filled.state))
         self.filled.state = None
-        inputs = [stacked(plan) for plan in self.plans]
+        inputs = [stack(plan) for plan in self.plans]
         devices = list(self.mesh.devices.flat)
         run = jax.pmap(functools.partial(_step, collection), axis_name=AXIS, devices=devices, donate_argnums=0)
         step = Step(run, donates=True, is_compiled=True)
         state, (_, stats) = step.run(state, inputs[0])
         jax.tree.map(lambda x: x[0], stats).check()
         timing, _ = step.measure(state, inputs, self.protocol)
-        sent = self._sent_bytes(self.send_capacity, "float32", rows=2)
+        sent = self._count_sent_bytes(self.send_capacity, "float32", rows=2)
         self._add(records.STEP, timing, program="planned", front_end="pmap", sent_bytes=sent)
 
     # What they share ---------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ class Sharded:
             self.features[0].stores[0],
         )
 
-    def _checked(self, what: str, step: Step, inputs: Sequence[Any]) -> int:
+    def _check_step(self, what: str, step: Step, inputs: Sequence[Any]) -> int:
         """Runs one step and checks its counts; returns its number of rounds."""
         self.filled.state, outputs = step.run(self.filled.state, inputs[0])
         if what == records.TRAINING:
@@ -494,7 +494,7 @@ class Sharded:
             raise RuntimeError(f"{self.workload.name} {what}: {missing} keys had no row after filling.")
         return int(np.asarray(stats.num_rounds).max())
 
-    def _timed(self, step: Step, inputs: Sequence[Any]) -> Timing:
+    def _time_step(self, step: Step, inputs: Sequence[Any]) -> Timing:
         timing, self.filled.state = step.measure(self.filled.state, inputs, self.protocol)
         return self._with_calls(step, timing, inputs)
 
@@ -502,7 +502,7 @@ class Sharded:
         call_ms, self.filled.state = step.measure_calls(self.filled.state, inputs, self.protocol)
         return dataclasses.replace(timing, call_ms=call_ms)
 
-    def _pipelined(self, step: Step) -> tuple[Timing, dict[str, Any]]:
+    def _time_pipeline(self, step: Step) -> tuple[Timing, dict[str, Any]]:
         pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches))
         batches = iter(pipeline)
 
@@ -516,7 +516,7 @@ class Sharded:
         timing, self.filled.state = pipelined.measure(self.filled.state, inputs, self.protocol)
         return self._with_calls(pipelined, timing, inputs), _choices(pipeline)
 
-    def _sent_bytes(self, send_capacity: int, wire: str, *, keys: int = 0, rows: int = 0) -> int:
+    def _count_sent_bytes(self, send_capacity: int, wire: str, *, keys: int = 0, rows: int = 0) -> int:
         """Returns the bytes that a device sends to the others: its keys, and for each key its rows, with padding.
 
         With partial bags it sends a row for each bag instead.
@@ -529,7 +529,7 @@ class Sharded:
         return (self.num_devices - 1) * send_capacity * line
 
     def _add_limit(self, wire: str) -> None:
-        sent = self._sent_bytes(self.send_capacity, wire, keys=1, rows=2)
+        sent = self._count_sent_bytes(self.send_capacity, wire, keys=1, rows=2)
         timing = wire_limit(self.mesh, sent, self.protocol)
         self._add(records.ALL_TO_ALL, timing, subject="limit", program="alone", wire=wire, sent_bytes=sent)
 

@@ -105,7 +105,7 @@ def _record(
     delay = summary([1e3 * delay for delay in delays_s], 1)
     recorder.add(Record("fresh", records.FRESH, "jaxsok", delay, variant=shape, moved_bytes=moved, notes=notes))
     for variant, found in (("without updates", without), ("with updates", during)):
-        times = [1e3 * one for one in found]
+        times = [1e3 * delay for delay in found]
         notes = {"part": "fresh", "p99_ms": float(np.percentile(times, 99)), "max_ms": max(times)}
         recorder.add(
             Record(

@@ -49,7 +49,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
         if not recorder.has_time(f"input of {name}"):
             continue
         with recorder.attempt(f"input of {name}"):
-            workload = workloads.WORKLOADS[name].scaled(scale)
+            workload = workloads.WORKLOADS[name].scale(scale)
             workload = dataclasses.replace(workload, num_tables=2) if is_quick else workload
             id_sets = workloads.draw_batches(workload, "uniform", protocol.num_key_sets, seed)
             _measure_host(_Input(workload, recorder, protocol), id_sets, threads)
@@ -155,10 +155,10 @@ def _measure_link(given: _Input, num_bytes: int, packer: Any, dtype: str) -> Non
 
 def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
     """Measures a step on batches that were packed before, and a step fed from raw batches."""
-    filled = fill.filled(given.workload, given.workload.runs[0].optimizer)
+    filled = fill.fill_tables(given.workload, given.workload.runs[0].optimizer)
     collection = given.collection(filled.collection.tables)
     num_bytes = 8 * given.workload.num_keys
-    with filled.seen_as(given.workload, collection) as seen:
+    with filled.view_as(given.workload, collection) as seen:
         raws = [given.raw(collection, ids) for ids in id_sets]
         gradients = seen.gradients(given.workload.num_bags)
         sets = [(collection.batch(raw).features, gradients) for raw in raws]

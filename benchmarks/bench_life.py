@@ -35,7 +35,7 @@ UNSEEN = 100  # One key in this many is unseen.
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
     """Measures steps and the export."""
-    workload = workloads.WORKLOADS[WORKLOAD].scaled(scale)
+    workload = workloads.WORKLOADS[WORKLOAD].scale(scale)
     run = workload.runs[0]
     distributions = run.distributions[:1] if is_quick else run.distributions[:2]
     batches = []
@@ -55,9 +55,9 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
 def _lookups(recorder: Recorder, protocol: Protocol, optimizer: str, batches: Sequence[Batches], variant: str) -> None:
     workload = batches[0].workload
     options = {} if variant == WITHOUT else {"statistics": True, "admission": AdmitByCount(num_sightings=NEVER)}
-    filled = fill.filled(workload, optimizer, **options)
-    for one in batches:
-        id_sets = [key_set.ids for key_set in one.key_sets]
+    filled = fill.fill_tables(workload, optimizer, **options)
+    for key_batches in batches:
+        id_sets = [key_set.ids for key_set in key_batches.key_sets]
         of_variant = {variant: id_sets}
         if variant == WITH:
             of_variant[WAITING] = [_with_unseen(ids, workload.num_rows) for ids in id_sets]
@@ -68,7 +68,7 @@ def _lookups(recorder: Recorder, protocol: Protocol, optimizer: str, batches: Se
                 timing = filled.measure(what, inputs, protocol)
                 notes = {"part": "life"}
                 recorder.add(
-                    one.record(
+                    key_batches.record(
                         what,
                         "jaxsok",
                         timing,
@@ -93,8 +93,8 @@ def _with_unseen(ids: np.ndarray, num_rows: int) -> np.ndarray:
 def _export(recorder: Recorder, scale: float) -> None:
     row_bytes = EXPORT_DIM * FLOAT_BYTES + FLOAT_BYTES + 8
     num_rows = max(1000, round(min(EXPORT_BYTES, share_of_memory() // 3) * scale) // row_bytes)
-    one = OneTable(num_rows, EXPORT_DIM, "rowwise_adagrad", statistics=True)
-    one.fill(min(num_rows, 4 << 20))
+    table = OneTable(num_rows, EXPORT_DIM, "rowwise_adagrad", statistics=True)
+    table.fill(min(num_rows, 4 << 20))
     link = jax.block_until_ready(jax.numpy.zeros(max(1024, round(LINK_BYTES * scale) // 4), jax.numpy.float32))
     link_ms = []
     for _ in range(3):
@@ -105,7 +105,7 @@ def _export(recorder: Recorder, scale: float) -> None:
     times, num_bytes = [], 0
     for _ in range(3):  # The first call compiles.
         begin, num_bytes, seen = time.perf_counter(), 0, 0
-        for part in one.collection.export_chunks(one.state, "items"):
+        for part in table.collection.export_chunks(table.state, "items"):
             seen += part.num_rows
             arrays = (part.keys, part.rows, *part.state.values(), part.last_step, part.frequency)
             num_bytes += sum(array.nbytes for array in arrays if array is not None)
@@ -119,12 +119,12 @@ def _export(recorder: Recorder, scale: float) -> None:
             records.EXPORT,
             "jaxsok",
             summary(times[1:], 1),
-            optimizer=one.optimizer,
+            optimizer=table.optimizer,
             variant=f"D {EXPORT_DIM}, {count(num_rows)} rows",
             num_keys=num_rows,
             moved_bytes=num_bytes,
             limit_ms=num_bytes / link_rate,
-            load=one.load,
+            load=table.load,
             notes={"part": "life", "link_gb_per_s": link_rate * 1e-6, "first_ms": times[0]},
         )
     )

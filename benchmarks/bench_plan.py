@@ -41,6 +41,6 @@ def measure(batches: Batches, recorder: Recorder, protocol: Protocol, copy_gb_s:
     rows = [jnp.asarray(key_set.stacked_rows.reshape(-1)) for key_set in key_sets]
     xla, _ = Step(unique, donates=False).measure((), rows, protocol, rows[0][: workload.num_tables])
     moved = limits.plan_bytes(workload.num_keys)
-    for subject, one in (("xla", xla), ("jaxsok", timing)):
+    for subject, measured in (("xla", xla), ("jaxsok", timing)):
         limit_ms = moved / copy_gb_s * 1e-6
-        recorder.add(batches.record(records.PLAN, subject, one, moved_bytes=moved, limit_ms=limit_ms))
+        recorder.add(batches.record(records.PLAN, subject, measured, moved_bytes=moved, limit_ms=limit_ms))

@@ -68,26 +68,26 @@ def growth(recorder: Recorder, scale: float) -> None:
 
 
 def _grow_once(num_rows: int, attempt: str, recorder: Recorder) -> None:
-    one = OneTable(num_rows, DIM)
-    one.fill(min(num_rows, BUILD_KEYS_PER_CALL))
-    jax.block_until_ready(one.state)
-    address = _address(one.store.rows[0])
+    table = OneTable(num_rows, DIM)
+    table.fill(min(num_rows, BUILD_KEYS_PER_CALL))
+    jax.block_until_ready(table.state)
+    address = _address(table.store.rows[0])
     before = _memory()
     begin = time.perf_counter()
-    one.state = one.collection.grow(one.state, 1)  # one new key is enough to grow
-    jax.block_until_ready(one.state)
+    table.state = table.collection.grow(table.state, 1)  # one new key is enough to grow
+    jax.block_until_ready(table.state)
     ms = (time.perf_counter() - begin) * 1e3
     after = _memory()
-    if one.store.capacity <= num_rows:
-        raise RuntimeError(f"scale: {one.store.capacity} rows after growing, wanted more than {num_rows}.")
-    one.require_rows(num_rows)
+    if table.store.capacity <= num_rows:
+        raise RuntimeError(f"scale: {table.store.capacity} rows after growing, wanted more than {num_rows}.")
+    table.require_rows(num_rows)
     notes = {
         "part": "scale",
         "attempt": attempt,
         "num_rows": num_rows,
-        "capacity": one.store.capacity,
-        "bytes": num_rows * row_bytes(one.store_spec),
-        "rows_stay": _address(one.store.rows[0]) == address,
+        "capacity": table.store.capacity,
+        "bytes": num_rows * row_bytes(table.store_spec),
+        "rows_stay": _address(table.store.rows[0]) == address,
         "in_use_before": before.get("bytes_in_use"),
         "in_use_after": after.get("bytes_in_use"),
         "peak_before": before.get("peak_bytes_in_use"),
@@ -108,9 +108,11 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
     wanted = [size for size in wanted if size < last] + [last]
     # Lookups have a collection of their own, so `grow` sees no batch for which it would keep a reserve.
     reader = OneTable(base, DIM)
-    one = OneTable(base, DIM, max_capacity=last)
-    one.state = one.collection.init(seed=0)
-    one.collection.batch({"item": keys_of(jnp.zeros(base, jnp.uint32))})  # Declares how many keys one call may insert.
+    table = OneTable(base, DIM, max_capacity=last)
+    table.state = table.collection.init(seed=0)
+    table.collection.batch(
+        {"item": keys_of(jnp.zeros(base, jnp.uint32))}
+    )  # Declares how many keys one call may insert.
     num_keys = max(16, round(NUM_KEYS * scale))
     num_rows, seconds, begin = 0, 0.0, time.perf_counter()
     for size in wanted:
@@ -118,18 +120,18 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
             return
         try:
             while num_rows < size:
-                one.state = one.collection.grow(one.state, base)
-                one.insert_ids(num_rows, base)
+                table.state = table.collection.grow(table.state, base)
+                table.insert_ids(num_rows, base)
                 num_rows += base
                 # With a counter, `grow` does not assume the worst case: a capacity more than wanted.
-                jax.block_until_ready(one.store.counters)
+                jax.block_until_ready(table.store.counters)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:  # Report the sizes reached before.
             recorder.fail(f"scale: {count(size)} rows", f"{type(error).__name__}: {error}")
             break
-        one.require_rows(size)
+        table.require_rows(size)
         seconds += time.perf_counter() - begin
         id_sets = draw(size, num_keys, protocol.num_key_sets, seed)
-        reader.state = one.state
+        reader.state = table.state
         sets = reader.inputs(records.FIND_AND_GATHER, id_sets)
         timing = reader.measure_in_a_row(records.FIND_AND_GATHER, sets, protocol)
         reader.state = None
@@ -144,12 +146,12 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
                 num_keys=num_keys,
                 moved_bytes=moved,
                 limit_ms=moved / copy_gb_s * 1e-6,
-                load=one.load,
+                load=table.load,
                 notes={
                     "part": "scale",
                     "num_rows": size,
-                    "num_slabs": len(one.store.rows),
-                    "bytes": one.store.capacity * row_bytes(spec),
+                    "num_slabs": len(table.store.rows),
+                    "bytes": table.store.capacity * row_bytes(spec),
                     "fill_s": seconds,
                 },
             )
@@ -159,7 +161,7 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
     notes = {
         "part": "scale",
         "num_rows": num_rows,
-        "bytes": one.store.capacity * row_bytes(spec),
+        "bytes": table.store.capacity * row_bytes(spec),
         "in_use": memory.get("bytes_in_use"),
         "peak": memory.get("peak_bytes_in_use"),
         "memory": _total_memory(),
@@ -172,18 +174,18 @@ def build(recorder: Recorder, scale: float, copy_gb_s: float) -> None:
     """Times the insertion of all keys into an empty store of the size that they need."""
     num_keys = max(1024, round(BUILD_KEYS_PER_CALL * scale))
     calls = max(2, -(-round(BUILT_KEYS * scale) // num_keys))
-    one = OneTable(calls * num_keys, DIM)
+    table = OneTable(calls * num_keys, DIM)
     samples = []
     for _ in range(3):  # The first call compiles.
-        one.state = None
-        one.state = one.collection.init(seed=0)
-        jax.block_until_ready(one.state)
+        table.state = None
+        table.state = table.collection.init(seed=0)
+        jax.block_until_ready(table.state)
         begin = time.perf_counter()
         for call in range(calls):
-            one.insert_ids(call * num_keys, num_keys)
-        jax.block_until_ready(one.state)
+            table.insert_ids(call * num_keys, num_keys)
+        jax.block_until_ready(table.state)
         samples.append((time.perf_counter() - begin) * 1e3)
-        one.require_rows(calls * num_keys)
+        table.require_rows(calls * num_keys)
     moved = limits.insert_bytes(calls * num_keys, DIM)
     recorder.add(
         Record(
@@ -195,7 +197,7 @@ def build(recorder: Recorder, scale: float, copy_gb_s: float) -> None:
             num_keys=calls * num_keys,
             moved_bytes=moved,
             limit_ms=moved / copy_gb_s * 1e-6,
-            load=one.load,
+            load=table.load,
             notes={"part": "scale", "first_ms": samples[0]},
         )
     )
@@ -203,19 +205,19 @@ def build(recorder: Recorder, scale: float, copy_gb_s: float) -> None:
 
 def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, num_rows: int, rounds: int) -> None:
     """Erases and inserts a tenth of the keys, round by round, then compares with a fresh store of the same keys."""
-    one = OneTable(num_rows, DIM)
-    one.fill(min(num_rows, BUILD_KEYS_PER_CALL))
+    table = OneTable(num_rows, DIM)
+    table.fill(min(num_rows, BUILD_KEYS_PER_CALL))
     num_changed = max(1, num_rows // CHURN_SHARE)
     live = jnp.arange(num_rows, dtype=jnp.uint32)
-    change = jax.jit(functools.partial(_change, one.store_spec, num_changed), donate_argnums=(0, 1))
+    change = jax.jit(functools.partial(_change, table.store_spec, num_changed), donate_argnums=(0, 1))
     for number in range(rounds):
         if number == 1:  # The first call compiles.
-            jax.block_until_ready((one.store, live))
+            jax.block_until_ready((table.store, live))
             begin = time.perf_counter()
-        one.store, live = change(one.store, live, one.state.seed, jnp.uint32(number))
-    jax.block_until_ready((one.store, live))
+        table.store, live = change(table.store, live, table.state.seed, jnp.uint32(number))
+    jax.block_until_ready((table.store, live))
     round_ms = (time.perf_counter() - begin) * 1e3 / (rounds - 1)
-    one.require_rows(num_rows)
+    table.require_rows(num_rows)
     fresh = OneTable(num_rows, DIM)
     fresh.state = fresh.collection.init(seed=0)
     fresh.store, _ = fresh.insert(fresh.store, fresh.state.seed, keys_of(live))
@@ -223,11 +225,11 @@ def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, n
     picks = draw(num_rows, max(16, min(NUM_KEYS, num_rows // 4)), protocol.num_key_sets, seed)
     id_sets = [live[pick] for pick in picks]
     moved = limits.forward_bytes(picks[0].size, picks[0].size, picks[0].size, DIM, training=False)
-    for name, store in (("fresh", fresh), ("churned", one)):
+    for name, store in (("fresh", fresh), ("churned", table)):
         # Both run the same program, compiled once.
-        store.programs = one.programs
-        sets = one.inputs(records.FIND_AND_GATHER, id_sets)
-        _, (_, stats) = one.programs[records.FIND_AND_GATHER].run(store.state, sets[0])
+        store.programs = table.programs
+        sets = table.inputs(records.FIND_AND_GATHER, id_sets)
+        _, (_, stats) = table.programs[records.FIND_AND_GATHER].run(store.state, sets[0])
         if int(jax.device_get(stats.num_missing).sum()):
             raise RuntimeError(f"scale: the {name} store does not have all keys after {rounds} rounds.")
         timing = store.measure_in_a_row(records.FIND_AND_GATHER, sets, protocol)
@@ -238,7 +240,7 @@ def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, n
             "num_changed": num_changed,
             "longest_probe": int(store.store.counters[COUNTERS.index("longest_probe")]),
         }
-        if store is one:
+        if store is table:
             notes["round_ms"] = round_ms
         recorder.add(
             Record(
@@ -268,10 +270,10 @@ def measure(
         "build": functools.partial(build, recorder, scale, copy_gb_s),
         "sizes": functools.partial(sizes, recorder, protocol, seed, copy_gb_s, scale, is_quick),
     }
-    for name, one in measurements.items():
+    for name, measure in measurements.items():
         if recorder.has_time(f"scale: {name}"):
             with recorder.attempt(f"scale: {name}"):
-                one()
+                measure()
 
 
 def _change(spec: Any, num_changed: int, store: Any, live: jax.Array, seed: jax.Array, number: jax.Array):

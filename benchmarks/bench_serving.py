@@ -101,7 +101,7 @@ def _measure_dlrm(run: "_Run", seed: int, scale: float, is_quick: bool) -> None:
     for dtype in DTYPES:
         if run.recorder.has_time(f"serving DLRM {dtype}"):
             with run.recorder.attempt(f"serving DLRM {dtype}"):
-                run.one("DLRM", "fused", of_dtype(filled, dtype), (size,), seed, dtype)
+                run.measure_mode("DLRM", "fused", cast_rows(filled, dtype), (size,), seed, dtype)
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def fill(num_tables: int, num_rows: int) -> Filled:
     return Filled(FrozenTables((FrozenStore(index, counters, rows),), spec), num_rows, static)
 
 
-def of_dtype(filled: Filled, dtype: str) -> Filled:
+def cast_rows(filled: Filled, dtype: str) -> Filled:
     """Returns the same keys over rows of another dtype; rows of 8 bits have a scale each."""
     (store,), (old,) = filled.tables.stores, filled.tables.spec.stores
     spec = FrozenSpec.of([dataclasses.replace(table, dtype=dtype) for table in old])
@@ -140,22 +140,22 @@ def keys_of(table: int, ids: np.ndarray) -> np.ndarray:
 # Ways ----------------------------------------------------------------------------------------------------------------
 
 
-def fused(tables: FrozenTables, keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def lookup_fused(tables: FrozenTables, keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Looks up all tables in one call."""
-    return lookup(tables, {name: LookupInput(name, one) for name, one in keys.items()})
+    return lookup(tables, {name: LookupInput(name, words) for name, words in keys.items()})
 
 
-def unfused(tables: FrozenTables, keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def lookup_unfused(tables: FrozenTables, keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Looks up each table in its own call."""
-    return {name: lookup(tables, {name: LookupInput(name, one)})[name] for name, one in keys.items()}
+    return {name: lookup(tables, {name: LookupInput(name, words)})[name] for name, words in keys.items()}
 
 
 def take(tables: list[jax.Array], ids: list[jax.Array]) -> list[jax.Array]:
     """Gathers from each table, by row numbers that are given."""
-    return [jnp.take(table, one, axis=0, mode="clip") for table, one in zip(tables, ids, strict=True)]
+    return [jnp.take(table, rows, axis=0, mode="clip") for table, rows in zip(tables, ids, strict=True)]
 
 
-_FUNCTIONS = {"fused": fused, "unfused": unfused, "take": take}
+_FUNCTIONS = {"fused": lookup_fused, "unfused": lookup_unfused, "take": take}
 
 
 def lookup_bytes(num_keys: int, num_unique: int, dim: int, row_bytes: int) -> int:
@@ -171,8 +171,8 @@ def lookup_bytes(num_keys: int, num_unique: int, dim: int, row_bytes: int) -> in
 
 def latencies(call: Callable[[Any], Any], sets: Sequence[Any], num_calls: int) -> list[float]:
     """Returns the milliseconds of several calls, each waited for before the next."""
-    for one in sets:
-        jax.block_until_ready(call(one))
+    for inputs in sets:
+        jax.block_until_ready(call(inputs))
     found, begin = [], time.perf_counter()
     for number in range(num_calls):
         start = time.perf_counter()
@@ -202,7 +202,7 @@ class _Run:
             jax.tree.leaves(jax.jit(_FUNCTIONS[way], donate_argnums=())(*_arguments(way, filled, ids[0])))
             for way in ("fused", "unfused")
         ]
-        results.append([table[one] for table, one in zip(filled.static, ids[0], strict=True)])
+        results.append([table[rows] for table, rows in zip(filled.static, ids[0], strict=True)])
         if not all(
             bool(jnp.array_equal(*pair)) for other in results[1:] for pair in zip(results[0], other, strict=True)
         ):
@@ -210,18 +210,20 @@ class _Run:
         del results
         for way in WAYS:
             with self.recorder.attempt(f"serving {workload} {shape[0]} samples {way}"):
-                self.one(workload, way, filled, shape, seed, "float32")
+                self.measure_mode(workload, way, filled, shape, seed, "float32")
         if workload == "S1":
             self.later.append(lambda: self._floor(filled, shape, seed))
 
-    def one(self, workload: str, way: str, filled: Filled, shape: tuple[int, ...], seed: int, dtype: str) -> None:
+    def measure_mode(
+        self, workload: str, way: str, filled: Filled, shape: tuple[int, ...], seed: int, dtype: str
+    ) -> None:
         """Measures one mode: latency, back to back; its kernels at the end."""
         ids = draw(filled, shape, self.protocol.num_key_sets, seed)
         carry = filled.static if way == "take" else filled.tables
-        sets = [_arguments(way, filled, one)[1] for one in ids]
+        sets = [_arguments(way, filled, call_ids)[1] for call_ids in ids]
         step = Step(_FUNCTIONS[way], donates=False)
         num_calls = QUICK_CALLS if self.is_quick else CALLS
-        found = latencies(lambda one: step.run(carry, one)[1], sets, num_calls)
+        found = latencies(lambda inputs: step.run(carry, inputs)[1], sets, num_calls)
         back_to_back, _ = step.measure(carry, sets, self.protocol)
         num_keys = len(ids[0]) * int(np.prod(shape))
         num_unique = _num_unique(ids[0])
@@ -236,7 +238,7 @@ class _Run:
         }
         if workload == "S1":
             length = QUICK_IN_A_ROW if self.is_quick else IN_A_ROW
-            many = [_arguments(way, filled, one)[1] for one in draw(filled, shape, length, seed)]
+            many = [_arguments(way, filled, call_ids)[1] for call_ids in draw(filled, shape, length, seed)]
             notes["in_a_row_ms"] = step.measure_in_a_row(carry, many, self.protocol)[0].ms
         record = Record(
             workload,
@@ -267,7 +269,7 @@ class _Run:
                 return
             notes = {**record.notes, "num_kernels": sum(count for count, _ in kernels.values())}
             notes["kernels"] = dict(list(kernels.items())[:12])
-            plain = cuda_kernels.loaded(4) if record.workload == "S1" else None
+            plain = cuda_kernels.load_kernels(4) if record.workload == "S1" else None
             if plain is not None:
                 notes["launches_ms"] = plain.nothing(round(notes["num_kernels"]), self.protocol).ms
             total = summary([sum(ms for _, ms in kernels.values())], 1)
@@ -282,7 +284,7 @@ class _Run:
         (ids,) = draw(filled, shape, 1, seed)
         num_keys = len(ids) * int(np.prod(shape))
         moved = lookup_bytes(num_keys, _num_unique(ids), DIM, DIM * limits.FLOAT_BYTES)
-        plain = cuda_kernels.loaded(4)
+        plain = cuda_kernels.load_kernels(4)
         launch = empty_program(self.protocol) if plain is None else plain.nothing(1, self.protocol)
         by = "xla" if plain is None else "cuda"
         floor_ms = moved / self.copy_gb_s * 1e-6 + launch.ms
@@ -312,20 +314,20 @@ def draw(filled: Filled, shape: tuple[int, ...], num_sets: int, seed: int) -> li
 
 def empty_program(protocol: Protocol) -> Timing:
     """Measures the dispatch of a program that adds one to a number, as a launch where CUDA graphs are missing."""
-    step = Step(lambda carry, one: (carry + one, ()), donates=True)
+    step = Step(lambda carry, term: (carry + term, ()), donates=True)
     return step.measure(jnp.zeros(()), [jnp.float32(1.0)], protocol)[0]
 
 
 def _arguments(way: str, filled: Filled, ids: Sequence[np.ndarray]) -> tuple[Any, Any]:
     """Returns a mode's arguments, on the device."""
     if way == "take":
-        return filled.static, [jnp.asarray(one) for one in ids]
-    keys = [jnp.asarray(keys_of(number, one)) for number, one in enumerate(ids)]
+        return filled.static, [jnp.asarray(table_ids) for table_ids in ids]
+    keys = [jnp.asarray(keys_of(number, table_ids)) for number, table_ids in enumerate(ids)]
     return filled.tables, dict(zip(filled.names, keys, strict=True))
 
 
 def _num_unique(ids: Sequence[np.ndarray]) -> int:
-    return sum(np.unique(one).size for one in ids)
+    return sum(np.unique(table_ids).size for table_ids in ids)
 
 
 def _cast(rows: jax.Array, dtype: str, factor: float) -> jax.Array:

@@ -34,19 +34,19 @@ def measure(
 ) -> None:
     """Measures one key repeated on W1's tables, bags on W5's; the tables are filled already."""
     if filled.workload.hotness == 1:
-        _repeated(filled, key_sets, recorder, protocol, copy_gb_s)
+        _measure_repeated(filled, key_sets, recorder, protocol, copy_gb_s)
     else:
         _bags(filled, key_sets, recorder, protocol, copy_gb_s)
 
 
-def _repeated(filled, key_sets, recorder, protocol, copy_gb_s) -> None:
+def _measure_repeated(filled, key_sets, recorder, protocol, copy_gb_s) -> None:
     workload = filled.workload
     same = [_same_ids(workload, number) for number in range(len(key_sets))]
     for distribution, sets in ((UNIFORM, key_sets), (ONE_A_TABLE, same)):
         _measure(filled, Batches(workload, distribution, sets), recorder, protocol, copy_gb_s)
     single = [dataclasses.replace(key_set, unique_rows=key_set.unique_rows[:1]) for key_set in same]
-    with filled.seen_as(workload, _on_one_table(filled.collection)) as one:
-        _measure(one, Batches(workload, ONE_IN_ALL, single), recorder, protocol, copy_gb_s)
+    with filled.view_as(workload, _on_one_table(filled.collection)) as view:
+        _measure(view, Batches(workload, ONE_IN_ALL, single), recorder, protocol, copy_gb_s)
 
 
 def _bags(filled, key_sets, recorder, protocol, copy_gb_s) -> None:
@@ -58,7 +58,7 @@ def _bags(filled, key_sets, recorder, protocol, copy_gb_s) -> None:
         if not recorder.has_time(label):
             continue
         sets = [_cut(key_set, num_bags, hotness) for key_set in key_sets]
-        with filled.seen_as(workload) as bags:
+        with filled.view_as(workload) as bags:
             _measure(bags, Batches(workload, UNIFORM, sets), recorder, protocol, copy_gb_s, f"bags of {hotness}")
 
 

@@ -54,14 +54,14 @@ def measure(
             num_programs = 1 if is_quick else max(1, -(-COLD_BYTES // (batch_bytes * length)))
             key_sets = workloads.key_sets(workload, "uniform", num_programs * length, seed)
             batches = Batches(workload, "uniform", key_sets)
-            with filled.seen_as(workload) as small:
+            with filled.view_as(workload) as small:
                 for what in WHATS:
                     _measure(small, what, batches, length, recorder, protocol, copy_gb_s)
 
 
 def empty(recorder: Recorder, protocol: Protocol) -> None:
     """Times the dispatch of a program that adds one to a number."""
-    step = Step(lambda carry, one: (carry + one, ()), donates=True)
+    step = Step(lambda carry, term: (carry + term, ()), donates=True)
     timing, _ = step.measure(jnp.zeros(()), [jnp.float32(1.0)], protocol)
     recorder.add(Record("W1", records.EMPTY, "limit", timing, notes={"part": "small"}))
 
@@ -100,12 +100,12 @@ def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
     """
     if not recorder.has_time("small, kernels without work"):
         return
-    plain = cuda_kernels.loaded(4)
+    plain = cuda_kernels.load_kernels(4)
     if plain is None:
         recorder.skip("small, kernels without work", "CuPy is not importable here")
         return
-    workload = dataclasses.replace(workloads.WORKLOADS[WORKLOADS[0]].scaled(0.001), num_bags=SIZES[0])
-    filled = fill.filled(workload, workload.runs[0].optimizer)
+    workload = dataclasses.replace(workloads.WORKLOADS[WORKLOADS[0]].scale(0.001), num_bags=SIZES[0])
+    filled = fill.fill_tables(workload, workload.runs[0].optimizer)
     key_sets = workloads.key_sets(workload, "uniform", protocol.num_key_sets, seed)
     for what in WHATS:
         sets = filled.inputs(what, [key_set.ids for key_set in key_sets])

@@ -53,7 +53,7 @@ _FILL_IDS = 1 << 14
 def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
     """Measures each optimizer, first with all rows on the device."""
     for name, optimizer in RUNS[: 1 if is_quick else None]:
-        workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scaled(scale)
+        workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scale(scale)
         ids = workloads.draw_batches(workload, "zipf1.05", 18 if is_quick else NUM_BATCHES, seed)
         on_device = None
         for share in SHARES:
@@ -66,7 +66,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
                 recorder.write()
 
 
-def _looked_up_ahead(plans: list[Plan]) -> list[Plan]:
+def _look_up_ahead(plans: list[Plan]) -> list[Plan]:
     """Gives each plan the next plan, as `Collection.pipeline(lookahead=1)` does."""
     pairs = itertools.pairwise(plans)
     return [*(dataclasses.replace(plan, following=(following,)) for plan, following in pairs), plans[-1]]
@@ -116,7 +116,7 @@ class _Bench:
             updates, opt_state = tx.update(g_params, opt_state, params)
             return (state, optax.apply_updates(params, updates), opt_state), (loss, stats)
 
-        plans = [Plan(self._pack(one)) for one in ids]
+        plans = [Plan(self._pack(step_ids)) for step_ids in ids]
         carry = (self._state, params, tx.init(params))
         del self._state
         third = len(plans) // 3
@@ -129,7 +129,7 @@ class _Bench:
         if self._share is None:
             self._add(records.DLRM, timing, moved)
             return timing
-        carry, ahead, moved_ahead = self._time(step, carry, _looked_up_ahead(plans[2 * third :]))
+        carry, ahead, moved_ahead = self._time(step, carry, _look_up_ahead(plans[2 * third :]))
         bring, moved_alone = self._measure_bring(carry[0])
         self._add(records.BRING, bring, moved_alone)
         rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
@@ -176,9 +176,9 @@ class _Bench:
         store = jax.block_until_ready(bring(store, row_ids[0]))
         state = dataclasses.replace(state, stores=(store,))
         before, times = self._counters(state), []
-        for one in row_ids[1:]:
+        for ids in row_ids[1:]:
             start = time.perf_counter()
-            store = jax.block_until_ready(bring(store, one))
+            store = jax.block_until_ready(bring(store, ids))
             times.append((time.perf_counter() - start) * 1e3)
         state = dataclasses.replace(state, stores=(store,))
         moved = {name: (count - before[name]) / len(times) for name, count in self._counters(state).items()}

@@ -16,7 +16,7 @@ import numpy as np
 from .timing import Protocol, Timing, summary
 
 
-def loaded(dim: int) -> "CudaKernels | None":
+def load_kernels(dim: int) -> "CudaKernels | None":
     """Returns the kernels, or None on a CPU, without CuPy, or for rows that are not whole 16-byte pieces."""
     if jax.default_backend() == "cpu" or dim % 4:
         return None

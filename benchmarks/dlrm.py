@@ -32,7 +32,7 @@ def init(rng: jax.Array, num_features: int, dim: int) -> dict[str, Layers]:
     for name, sizes in widths.items():
         rng, *rngs = jax.random.split(rng, len(sizes))
         shapes = zip(rngs, sizes[:-1], sizes[1:], strict=True)
-        params[name] = [(glorot(one, (a, b), jnp.float32), jnp.zeros(b, jnp.float32)) for one, a, b in shapes]
+        params[name] = [(glorot(rng, (a, b), jnp.float32), jnp.zeros(b, jnp.float32)) for rng, a, b in shapes]
     return params
 
 
@@ -46,7 +46,7 @@ def loss(params: dict[str, Layers], embeddings: Mapping[str, jax.Array], dense: 
       labels: float32 [num_samples], 0 or 1.
     """
     bottom = jax.nn.relu(_mlp(params["bottom"], dense.astype(jnp.bfloat16)))
-    vectors = jnp.stack([bottom, *(one.astype(jnp.bfloat16) for one in embeddings.values())], axis=1)
+    vectors = jnp.stack([bottom, *(embedding.astype(jnp.bfloat16) for embedding in embeddings.values())], axis=1)
     products = jnp.einsum("nid,njd->nij", vectors, vectors)
     (weights, biases), *top = params["top"]
     dim, num_vectors = bottom.shape[1], vectors.shape[1]

@@ -309,7 +309,7 @@ class Bench:
             self.run(STEP, [ids])
             sums += cache.cache_metrics[:4].numpy()
         self.module.set_record_cache_metrics(False)
-        num_unique, num_hits, _, num_written = (round(one) for one in (sums / len(batches)).tolist())
+        num_unique, num_hits, _, num_written = (round(total) for total in (sums / len(batches)).tolist())
         return {"num_hits": num_hits, "num_fetched": num_unique - num_hits, "num_written": num_written}
 
 
@@ -336,7 +336,7 @@ def measure_share(
         found.append(dict(what=what, by=by, share=share, samples_ms=samples, dispatches=size))
     moved = bench.count(batches[-METRIC_STEPS:])
     say(f"cache of {share}: rows of a step {moved}")
-    return [one | {"moved": moved} for one in found]
+    return [record | {"moved": moved} for record in found]
 
 
 def main() -> None:
@@ -358,7 +358,7 @@ def main() -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] dynamicemb: {line}", flush=True)
 
     workload = dataclasses.replace(workloads.on_mesh(arguments.workload), num_rows=arguments.num_rows)
-    workload = workload.scaled(arguments.scale)
+    workload = workload.scale(arguments.scale)
     num_drawn = num_batches + sum(count + 1 for _, _, count in parts_of(num_batches)) + METRIC_STEPS
     drawn = workloads.draw_batches(workload, "zipf1.05", num_drawn, arguments.seed)
     batches = [torch.from_numpy(ids.reshape(-1)).to(DEVICE, torch.int64) for ids in drawn]

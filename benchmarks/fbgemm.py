@@ -140,7 +140,7 @@ def main() -> None:
     for name in workloads.select(arguments.workloads):
         if name not in workloads.WORKLOADS:
             continue
-        workload = workloads.WORKLOADS[name].scaled(arguments.scale)
+        workload = workloads.WORKLOADS[name].scale(arguments.scale)
         chosen = workloads.chosen_runs(workload, arguments.keys, arguments.optimizers)
         chosen = [run for run in chosen if run.optimizer in OPTIMIZERS]
         for subject in BOUNDS_CHECKS:

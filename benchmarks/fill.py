@@ -56,7 +56,7 @@ class Filled:
         return load_of(self.collection, self.state)
 
     @contextlib.contextmanager
-    def seen_as(self, workload: Workload, collection: jaxsok.Collection | None = None) -> Iterator["Filled"]:
+    def view_as(self, workload: Workload, collection: jaxsok.Collection | None = None) -> Iterator["Filled"]:
         """Yields the same state for batches of another shape, or under other features on the same tables."""
         other = Filled(workload, self.optimizer, collection or self.collection, self.state)
         if collection is None:
@@ -196,7 +196,7 @@ def raw_of(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -
     return raw
 
 
-def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **options: Any) -> Filled:
+def fill_tables(workload: Workload, optimizer: str, mesh: Mesh | None = None, **options: Any) -> Filled:
     """Makes the collection and gives every id of every table its row; on a mesh at its owner.
 
     Args:
@@ -212,8 +212,8 @@ def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **optio
     # Tables without admission have the same state, except for the keys that wait.
     plain = collection_of(workload, optimizer, mesh, **{**options, "admission": None})
     state = collection.init(seed=0)
-    waiting, fingerprint = [(one.sightings, one.bloom) for one in state.stores], state.fingerprint
-    stores = tuple(dataclasses.replace(one, sightings=(), bloom=()) for one in state.stores)
+    waiting, fingerprint = [(store.sightings, store.bloom) for store in state.stores], state.fingerprint
+    stores = tuple(dataclasses.replace(store, sightings=(), bloom=()) for store in state.stores)
     state = dataclasses.replace(state, stores=stores, fingerprint=plain.fingerprint)
     bags = _fill_bags(workload, 1 if mesh is None else mesh.size)
     shape = (bags, workload.hotness) if workload.hotness > 1 else (bags,)
@@ -228,8 +228,8 @@ def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **optio
         # The last step begins early enough to have full length; keys that come again insert nothing.
         state = insert(state, jnp.uint32(min(begin, max(0, workload.num_rows - num_ids))))
     stores = tuple(
-        dataclasses.replace(one, sightings=sightings, bloom=bloom)
-        for one, (sightings, bloom) in zip(state.stores, waiting, strict=True)
+        dataclasses.replace(store, sightings=sightings, bloom=bloom)
+        for store, (sightings, bloom) in zip(state.stores, waiting, strict=True)
     )
     state = jax.block_until_ready(dataclasses.replace(state, stores=stores, fingerprint=fingerprint))
     short = {name: count for name, count in collection.num_rows(state).items() if count != workload.num_rows}

@@ -116,7 +116,7 @@ def copy_gigabytes_per_s(protocol: Protocol) -> tuple[float, Timing]:
     # Not zeros: a memory system may treat them better than data.
     source = jnp.arange(num_bytes // FLOAT_BYTES, dtype=jnp.float32)
     # In place: on a CPU a fresh buffer costs more than the copy, in page faults.
-    step = Step(lambda x, one: (x + one, ()), donates=True)
+    step = Step(lambda x, term: (x + term, ()), donates=True)
     timing, _ = step.measure(source, [jnp.float32(1.0)], protocol)
     return 2 * num_bytes / timing.ms * 1e-6, timing
 
@@ -166,7 +166,7 @@ def gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) 
         timing, _ = step.measure(table, row_sets, protocol)
         return timing
 
-    kernels = cuda_kernels.loaded(table.shape[1])
+    kernels = cuda_kernels.load_kernels(table.shape[1])
     return _faster(by_xla, kernels and functools.partial(kernels.gather, table, row_sets), protocol)
 
 
@@ -195,7 +195,7 @@ def line_and_gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: P
         timing, _ = step.measure((lines, table), row_sets, protocol)
         return timing
 
-    kernels = cuda_kernels.loaded(table.shape[1])
+    kernels = cuda_kernels.load_kernels(table.shape[1])
     return _faster(by_xla, kernels and functools.partial(kernels.line_and_gather, lines, table, row_sets), protocol)
 
 
@@ -230,7 +230,7 @@ def read_modify_write(
     def by_cuda(protocol):
         return kernels.read_modify_write(*carry, row_sets, protocol)
 
-    kernels = cuda_kernels.loaded(table.shape[1])
+    kernels = cuda_kernels.load_kernels(table.shape[1])
     timing, by = _faster(by_xla, kernels and by_cuda, protocol)
     return timing, by, carry[0]
 
@@ -252,7 +252,7 @@ def probe(lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -
         timing, _ = step.measure(lines, row_sets, protocol)
         return timing
 
-    kernels = cuda_kernels.loaded(lines.shape[1])
+    kernels = cuda_kernels.load_kernels(lines.shape[1])
     return _faster(by_xla, kernels and functools.partial(kernels.probe, lines, row_sets), protocol)
 
 
@@ -272,4 +272,4 @@ def _faster(
 
 def has_cuda_kernels() -> bool:
     """Returns whether the limits of this run are tried with CUDA kernels as well."""
-    return cuda_kernels.loaded(4) is not None
+    return cuda_kernels.load_kernels(4) is not None

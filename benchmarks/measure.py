@@ -76,10 +76,10 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
     if "scale" in options.parts:
         bench_scale.growth(recorder, scale)
         collect()
-    h1 = workloads.H1.scaled(scale)
+    h1 = workloads.H1.scale(scale)
     for name in options.workloads:
         if name in workloads.WORKLOADS:
-            workload = workloads.WORKLOADS[name].scaled(scale)
+            workload = workloads.WORKLOADS[name].scale(scale)
             runs = workloads.chosen_runs(workload, options.keys, options.optimizers)
             if options.quick:
                 runs = [Run(runs[0].optimizer, runs[0].distributions[:1])] if runs else []
@@ -160,19 +160,19 @@ def measure_workload(
                 measure_static(workload, run, first_time, batches, on_static, protocol, recorder)
             collect()
     for part in apart:
-        for distribution, one in batches.items():
+        for distribution, key_batches in batches.items():
             label = f"{workload.name} {distribution} {part}"
             if not recorder.has_time(label):
                 continue
             with recorder.attempt(label):
-                WITHOUT_TABLES[part].measure(one, recorder, protocol, copy_gb_s)
+                WITHOUT_TABLES[part].measure(key_batches, recorder, protocol, copy_gb_s)
             collect()
 
 
 def measure_jaxsok(workload, run, first_time, batches, parts, options, protocol, recorder, copy_gb_s) -> None:
     """Fills the tables of a workload, then measures lookups (unless measured already), updates, and the rest."""
     begin = time.perf_counter()
-    filled = fill.filled(workload, run.optimizer)
+    filled = fill.fill_tables(workload, run.optimizer)
     rows = workload.num_tables * workload.num_rows
     seconds = time.perf_counter() - begin
     recorder.say(f"{workload.name} {run.optimizer}: {rows} rows filled in {seconds:.1f} s, load {filled.load:.2f}")
@@ -197,26 +197,28 @@ def measure_static(workload, run, first_time, batches, parts, protocol, recorder
     """Makes static tables, then measures the limits on their rows and XLA's forward and step."""
     static = peers.StaticTables(workload, run.optimizer)
     for distribution in run.distributions:
-        one = batches[distribution]
-        moved = limits.gather_bytes(*one.shape)
+        key_batches = batches[distribution]
+        moved = limits.gather_bytes(*key_batches.shape)
         if "limits" in parts:
             if distribution in first_time:
-                row_sets = [static.rows(key_set) for key_set in one.key_sets]
+                row_sets = [static.rows(key_set) for key_set in key_batches.key_sets]
                 found, by = limits.gather(static.table, row_sets, protocol)
-                recorder.add(one.record(records.GATHER, "limit", found, moved_bytes=moved, by=by))
+                recorder.add(key_batches.record(records.GATHER, "limit", found, moved_bytes=moved, by=by))
                 if workload.hotness == 1:
                     found, by = limits.line_and_gather(static.table, [rows[:, 0] for rows in row_sets], protocol)
-                    with_lines = moved + one.num_unique * limits.INDEX_LINE_BYTES
-                    recorder.add(one.record(records.LINE_AND_GATHER, "plain", found, moved_bytes=with_lines, by=by))
+                    with_lines = moved + key_batches.num_unique * limits.INDEX_LINE_BYTES
+                    recorder.add(
+                        key_batches.record(records.LINE_AND_GATHER, "plain", found, moved_bytes=with_lines, by=by)
+                    )
             # All sets are cut to the shortest, so that one program serves them; the cut is a fraction of a per cent.
-            least = min(key_set.num_unique for key_set in one.key_sets)
-            unique = [jnp.asarray(key_set.shuffled_unique_rows()[:least]) for key_set in one.key_sets]
+            least = min(key_set.num_unique for key_set in key_batches.key_sets)
+            unique = [jnp.asarray(key_set.shuffled_unique_rows()[:least]) for key_set in key_batches.key_sets]
             found, by, static.table = limits.read_modify_write(static.table, unique, protocol)
             wide = sum(width > 1 for width in workloads.state_dims(run.optimizer, workload.dim))
-            found = timing.scaled(found, (3 + 2 * wide) / 3)
+            found = timing.scale(found, (3 + 2 * wide) / 3)
             row_bytes = limits.ROW_ID_BYTES + (3 + 2 * wide) * workload.dim * limits.FLOAT_BYTES
             recorder.add(
-                one.record(
+                key_batches.record(
                     records.READ_MODIFY_WRITE,
                     "limit",
                     found,
@@ -228,12 +230,12 @@ def measure_static(workload, run, first_time, batches, parts, protocol, recorder
             )
         if "xla" in parts:
             if distribution in first_time:
-                found = static.measure_forward(one.key_sets, protocol)
-                recorder.add(one.record(records.FORWARD, "xla", found, moved_bytes=moved))
+                found = static.measure_forward(key_batches.key_sets, protocol)
+                recorder.add(key_batches.record(records.FORWARD, "xla", found, moved_bytes=moved))
             with recorder.attempt(f"{workload.name} {distribution} {run.optimizer} xla step"):
-                found = static.measure_step(one.key_sets, protocol)
-                moved += limits.update_bytes(*one.shape, workloads.state_dims(run.optimizer, workload.dim))
-                recorder.add(one.record(records.STEP, "xla", found, optimizer=run.optimizer, moved_bytes=moved))
+                found = static.measure_step(key_batches.key_sets, protocol)
+                moved += limits.update_bytes(*key_batches.shape, workloads.state_dims(run.optimizer, workload.dim))
+                recorder.add(key_batches.record(records.STEP, "xla", found, optimizer=run.optimizer, moved_bytes=moved))
 
 
 def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
@@ -255,7 +257,7 @@ def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
     found["failures"] = written["failures"]
     for entry in written["records"]:
         samples, count = entry.pop("samples_ms"), entry.pop("dispatches")
-        workload = workloads.WORKLOADS[entry["workload"]].scaled(options.scale)
+        workload = workloads.WORKLOADS[entry["workload"]].scale(options.scale)
         entry["num_keys"] = workload.num_keys
         found["records"].append(Record(timing=timing.summary(samples, count), **entry))
     return found
@@ -291,7 +293,7 @@ def measure_dynamicemb(options: argparse.Namespace) -> dict:
                 distribution="zipf1.05",
                 optimizer=optimizer,
                 variant="all on the device" if entry["share"] is None else f"{entry['share']:.0%} in the cache",
-                num_keys=workloads.on_mesh(name).scaled(options.scale).num_keys,
+                num_keys=workloads.on_mesh(name).scale(options.scale).num_keys,
                 by=entry["by"],
                 notes={"part": "tiers", "throughput": throughput, **entry["moved"]},
             )

@@ -181,7 +181,7 @@ def why_no_dynamicemb() -> str | None:
 def run_dynamicemb(arguments: Sequence[str], timeout_s: float) -> dict:
     """Measures dynamicemb in a process of its own and returns what `dynamicemb.py` wrote."""
     folders = [os.environ.get(name) for name in (DYNAMICEMB, "PYTHONPATH")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(one for one in folders if one)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in folders if folder)}
     return _run_alone("dynamicemb", arguments, timeout_s, environment)
 
 

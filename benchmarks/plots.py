@@ -81,7 +81,7 @@ def draw(records: Sequence[Record], folder: pathlib.Path) -> list[tuple[str, str
 def _against_fbgemm(pyplot: Any, records: Sequence[Record]) -> Any:
     one_device = [record for record in records if not record.num_devices and not record.part]
     found = {_place(record): record for record in one_device}
-    ours = sorted((one for place, one in found.items() if place[0] == "jaxsok"), key=_place)
+    ours = sorted((record for place, record in found.items() if place[0] == "jaxsok"), key=_place)
     panels = []
     for whats in ((EVALUATION, TRAINING), (STEP,)):
         series: dict[tuple[str, str], tuple[list[float], list[int]]] = {}
@@ -97,19 +97,19 @@ def _against_fbgemm(pyplot: Any, records: Sequence[Record]) -> Any:
     if not all(lines for _, lines in panels):
         return None
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 2.0 + 0.27 * max(len(lines) for _, lines in panels)))
-    for one, title, (series, lines) in zip(axes, ("forward", "forward + update"), panels, strict=True):
+    for plot, title, (series, lines) in zip(axes, ("forward", "forward + update"), panels, strict=True):
         for (what, peer), (xs, ys) in series.items():
             colour, marker = {EVALUATION: (BLUE, "o"), TRAINING: (ORANGE, "s"), STEP: (GREEN, "o")}[what]
             face = colour if peer == PEERS[0] else "white"
             label = f"{what}, {'without' if peer == PEERS[0] else 'with'} the bounds check"
-            one.plot(xs, ys, marker, color=colour, markerfacecolor=face, markersize=6, label=label)
-        one.axvline(1.0, color=BLACK, linewidth=1)
-        one.set_yticks(range(len(lines)), list(lines))
-        one.set_ylim(len(lines) - 0.5, -0.5)
-        one.set_xlim(left=0)
-        one.set_title(title, loc="left")
-        one.set_xlabel("FBGEMM's time over jaxsok's")
-        one.legend(loc="upper center", bbox_to_anchor=(0.4, -0.12), fontsize=8)
+            plot.plot(xs, ys, marker, color=colour, markerfacecolor=face, markersize=6, label=label)
+        plot.axvline(1.0, color=BLACK, linewidth=1)
+        plot.set_yticks(range(len(lines)), list(lines))
+        plot.set_ylim(len(lines) - 0.5, -0.5)
+        plot.set_xlim(left=0)
+        plot.set_title(title, loc="left")
+        plot.set_xlabel("FBGEMM's time over jaxsok's")
+        plot.legend(loc="upper center", bbox_to_anchor=(0.4, -0.12), fontsize=8)
     return figure
 
 
@@ -123,7 +123,7 @@ def _by_dim(pyplot: Any, records: Sequence[Record]) -> Any:
     of = "the bytes at the bandwidth of a copy"
     if not any(lines.values()):
         lines, of = (
-            {("find + gather, 4 Mi keys", BLUE, "o-"): _of_bare_gather(records)},
+            {("find + gather, 4 Mi keys", BLUE, "o-"): _share_of_bare_gather(records)},
             "a bare gather of the same rows",
         )
     return _curves(pyplot, lines, "numbers in a row", f"share of the limit:\n{of}", 2, apart=lambda dim: dim % 4 != 0)
@@ -139,7 +139,7 @@ def _dims(records: Sequence[Record], what: str, optimizer: str, dtype: str = "fl
     }
 
 
-def _of_bare_gather(records: Sequence[Record]) -> dict[float, float]:
+def _share_of_bare_gather(records: Sequence[Record]) -> dict[float, float]:
     found = {(record.subject, record.what, record.variant): record.timing.ms for record in records}
     shares = {}
     for subject, what, variant in found:

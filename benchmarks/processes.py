@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Fills the tables, then times the programs."""
-    workload = MESH_WORKLOADS["M1"].scaled(options.scale)
+    workload = MESH_WORKLOADS["M1"].scale(options.scale)
     num_local, process = jax.local_device_count(), options.process_id
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     names = [f"t{i}" for i in range(workload.num_tables)]
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> None:
         embeddings, state, plan = collection.lookup(state, features)
         return collection.update(state, plan, embeddings)
 
-    def timed(name: str, run: Callable[[jaxsok.State, int], tuple]) -> None:
+    def time_step(name: str, run: Callable[[jaxsok.State, int], tuple]) -> None:
         nonlocal state
         state, _ = run(state, 0)
         state, stats = run(state, 1)
@@ -106,11 +106,11 @@ def measure(options: argparse.Namespace) -> None:
         print(f"{options.num_processes} processes, {jax.device_count()} devices, {rows} rows, {jax.devices()[0]}")
     else:
         collection.num_rows(state)  # It is a collective, so every process calls it.
-    timed("pipelined", lambda state, i: step(state, next(pairs)[1]))
+    time_step("pipelined", lambda state, i: step(state, next(pairs)[1]))
     sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
     plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
-    timed("planned", lambda state, i: step(state, plans[i % NUM_KEY_SETS]))
-    timed("single", lambda state, i: step(state, batches[i % NUM_KEY_SETS].features))
+    time_step("planned", lambda state, i: step(state, plans[i % NUM_KEY_SETS]))
+    time_step("single", lambda state, i: step(state, batches[i % NUM_KEY_SETS].features))
 
 
 if __name__ == "__main__":

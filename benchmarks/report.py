@@ -133,9 +133,9 @@ def plots_section(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
     """Draws the plots of full-size runs on a GPU and links them; prints why if no plot can be drawn."""
     found = []
     for path in paths:
-        about, one, _ = records.load(path)
+        about, loaded, _ = records.load(path)
         if about["platform"] != "cpu" and about["options"]["scale"] == 1.0:
-            found += one
+            found += loaded
     why = plots.why_none()
     if why:
         print(f"report: no plots are drawn: {why}")

@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         usual = QUICK_PARTS if options.quick else PARTS if options.workloads is None else OF_WORKLOADS
-        parts = _listed("--only", options.only, usual, (*PARTS, *GROUPS, *ALONE))
+        parts = _read_list("--only", options.only, usual, (*PARTS, *GROUPS, *ALONE))
         options.parts = tuple(dict.fromkeys(part for name in parts for part in GROUPS.get(name, (name,))))
         if set(ALONE) & set(options.parts) and len(options.parts) > 1:
             raise ValueError(f"--only: {' and '.join(ALONE)} fill the memory of all devices; run each alone.")
@@ -129,12 +129,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         foreign = [name for name in options.workloads if name in meshless]
         if foreign:
             raise ValueError(f"--workloads: {foreign} go with --only {EXCHANGE}, the others, H1 too, without it.")
-        options.exchange = _listed("--exchange", options.exchange, EXCHANGE_PARTS)
-        options.devices = tuple(int(one) for one in options.devices.split(",")) if options.devices else None
+        options.exchange = _read_list("--exchange", options.exchange, EXCHANGE_PARTS)
+        options.devices = tuple(int(number) for number in options.devices.split(",")) if options.devices else None
         if DCNV2 in options.parts:
             options.seconds = options.seconds or (QUICK_SECONDS if options.quick else bench_dcnv2.SECONDS)
-            options.keys = _listed("--keys", options.keys, bench_dcnv2.KEYS)
-            options.optimizers = _listed(
+            options.keys = _read_list("--keys", options.keys, bench_dcnv2.KEYS)
+            options.optimizers = _read_list(
                 "--optimizers", options.optimizers, bench_dcnv2.OPTIMIZERS[:1], bench_dcnv2.OPTIMIZERS
             )
         else:
@@ -150,7 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _listed(option: str, text: str | None, usual: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
+def _read_list(option: str, text: str | None, usual: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the parts that a comma-separated list names, the default parts for None; refuses unknown names."""
     if text is None:
         return tuple(usual)
@@ -233,7 +233,7 @@ def measure_exchange(options: argparse.Namespace, protocol: Protocol, recorder: 
     numbers = bench_exchange.devices_at_hand(options.devices)
     recorder.about["num_devices"] = numbers
     for name in options.workloads:
-        workload = workloads.on_mesh(name).scaled(options.scale)
+        workload = workloads.on_mesh(name).scale(options.scale)
         (run, *_) = workloads.chosen_runs(workload, options.keys or "uniform", options.optimizers)
         scaling = options.scaling or bench_exchange.default_scaling(name)
         for num_devices in numbers:

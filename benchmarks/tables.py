@@ -74,7 +74,7 @@ PEER_COLUMNS = ("workload", "what", "who", "ms", "spread", "GB/s")
 
 def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """Makes the table of jaxsok's records, each with its limit and its peers, as text."""
-    records = _of_workloads(records)
+    records = _select_workloads(records)
     found = {_place(record): record for record in records}
 
     def peer(record: Record, subject: str) -> Record | None:
@@ -109,7 +109,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """Describes the batches: workload and distribution, keys, unique keys, rows of the store, load."""
     table = {}
-    for record in _of_workloads(records):
+    for record in _select_workloads(records):
         if record.subject == "jaxsok" and record.load is not None:
             name = " ".join(part for part in (record.workload, record.variant, record.distribution) if part)
             numbers = (record.num_keys, record.num_unique, record.notes.get("num_rows", 0))
@@ -117,7 +117,7 @@ def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     return list(table.values())
 
 
-def _of_workloads(records: Iterable[Record]) -> list[Record]:
+def _select_workloads(records: Iterable[Record]) -> list[Record]:
     """Returns the records of one device that no other table shows."""
     return [record for record in records if not record.num_devices and not record.part]
 
@@ -152,7 +152,7 @@ def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.timing.spread_text,
             record.rate_text,
         )
-        for record in _of_workloads(records)
+        for record in _select_workloads(records)
         if record.subject != "jaxsok"
     ]
 
@@ -297,8 +297,9 @@ def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     table = []
     for record in records:
         is_base = record.distribution == "uniform" and record.variant in ("", "bags of 1")
-        same = [one for one in records if (one.workload, one.what) == (record.workload, record.what)]
-        base = next((one for one in same if one.distribution == "uniform" and one.variant in ("", "bags of 1")), None)
+        same = [other for other in records if (other.workload, other.what) == (record.workload, record.what)]
+        uniform = (other for other in same if other.distribution == "uniform" and other.variant in ("", "bags of 1"))
+        base = next(uniform, None)
         per_key = record.timing.ms / record.num_keys
         ratio = NOTHING if base is None or is_base else f"{per_key / (base.timing.ms / base.num_keys):.2f}"
         keys = ", ".join(part for part in (record.distribution, record.variant) if part)
@@ -311,7 +312,7 @@ def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
                 record.timing.spread_text,
                 f"{per_key * 1e6:.4g}",
                 record.rate_text,
-                _of_limit(record),
+                _share_of_limit(record),
                 ratio,
             )
         )
@@ -337,7 +338,7 @@ def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
                 record.timing.spread_text,
                 f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
                 record.rate_text,
-                _of_limit(record),
+                _share_of_limit(record),
                 f"{record.gigabytes_per_s / base.gigabytes_per_s:.2f}" if base else NOTHING,
             )
         )
@@ -357,7 +358,7 @@ def scale_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.timing.ms:.4g}",
             record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}" if record.num_keys else NOTHING,
-            _of_limit(record),
+            _share_of_limit(record),
             _scale_notes(record),
         )
         for record in records
@@ -398,7 +399,7 @@ def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
             f"{record.num_keys / (record.timing.ms - record.notes['row_bytes_ms']) * 1e-3:.4g}",
             record.rate_text,
-            _of_limit(record),
+            _share_of_limit(record),
         )
         for record in records
     ]
@@ -418,7 +419,7 @@ def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
             f"{record.gigabytes_per_s:.4g}",
-            _of_limit(record),
+            _share_of_limit(record),
             f"{record.notes['num_gone']:,} of {record.notes['num_rows']:,} rows go",
         )
         for record in records
@@ -440,21 +441,21 @@ LIFE_COLUMNS = (
 
 def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """Lists forwards and steps with statistics and admission over those without; compares an export with the link."""
-    plain = {(one.what, one.distribution): one.timing.ms for one in records if one.variant == "without"}
+    plain = {(record.what, record.distribution): record.timing.ms for record in records if record.variant == "without"}
     return [
         (
-            one.what,
-            one.distribution or one.variant,
-            one.variant if one.distribution else NOTHING,
-            f"{one.timing.ms:.4g}",
-            one.timing.spread_text,
-            f"{one.timing.ms / plain[one.what, one.distribution]:.3f}"
-            if (one.what, one.distribution) in plain
+            record.what,
+            record.distribution or record.variant,
+            record.variant if record.distribution else NOTHING,
+            f"{record.timing.ms:.4g}",
+            record.timing.spread_text,
+            f"{record.timing.ms / plain[record.what, record.distribution]:.3f}"
+            if (record.what, record.distribution) in plain
             else NOTHING,
-            f"{one.gigabytes_per_s:.4g}" if one.moved_bytes else NOTHING,
-            _of_limit(one) if one.moved_bytes else NOTHING,
+            f"{record.gigabytes_per_s:.4g}" if record.moved_bytes else NOTHING,
+            _share_of_limit(record) if record.moved_bytes else NOTHING,
         )
-        for one in records
+        for record in records
     ]
 
 
@@ -514,7 +515,7 @@ def input_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             else NOTHING,
             f"{record.notes['cores']:.1f}" if "cores" in record.notes else NOTHING,
             record.rate_text if record.moved_bytes else NOTHING,
-            _of_limit(record),
+            _share_of_limit(record),
         )
         for record in records
     ]
@@ -632,7 +633,7 @@ def cache_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
             f"{record.notes['threads_keys_per_s'] * 1e-6:.4g}" if "threads_keys_per_s" in record.notes else NOTHING,
             NOTHING if record.limit_ms is None else f"{record.limit_ms:.4g}",
-            _of_limit(record),
+            _share_of_limit(record),
         )
         for record in sorted((one for one in records if one.what in (names.CACHED, names.FETCH)), key=order)
     ]
@@ -790,7 +791,7 @@ def host_rows_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.timing.ms:.4g}",
             record.timing.spread_text,
             NOTHING if record.limit_ms is None else f"{record.limit_ms:.4g}",
-            _of_limit(record),
+            _share_of_limit(record),
             ", ".join(f"{name} {value:,}" for name, value in record.notes.items() if name != "part"),
         )
         for record in records
@@ -835,14 +836,14 @@ def all_of(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, Seq
     for part, (title, columns, function) in PARTS.items():
         of_part = [record for record in records if record.part == part]
         made.insert(-3, (title, columns, function(of_part)))
-    return [one for one in made if one[2]]
+    return [row for row in made if row[2]]
 
 
 def _what(record: Record) -> str:
     return f"{record.what}{f', {record.optimizer}' if record.optimizer else ''}"
 
 
-def _of_limit(record: Record) -> str:
+def _share_of_limit(record: Record) -> str:
     return NOTHING if record.limit_ms is None else f"{record.limit_ms / record.timing.ms:.2f}"
 
 

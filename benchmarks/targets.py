@@ -101,11 +101,11 @@ def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tup
     found = {
         "gpu": Found(
             record
-            for about, one in results
+            for about, records in results
             if about["platform"] != "cpu" and about["options"]["scale"] == 1.0
-            for record in one
+            for record in records
         ),
-        "cpu": Found(record for about, one in results if about["platform"] == "cpu" for record in one),
+        "cpu": Found(record for about, records in results if about["platform"] == "cpu" for record in records),
     }
     return [target.row(found[target.platform]) for target in TARGETS]
 
@@ -115,7 +115,7 @@ def _over(first: float | None, second: float | None) -> float | None:
     return first / second if first is not None and second is not None else None
 
 
-def _of_bare_gather(dim: int) -> Reading:
+def _share_of_bare_gather(dim: int) -> Reading:
     place = {"workload": "H1", "variant": f"D {dim}, 4 Mi keys"}
     return lambda found: _over(found.ms(GATHER, "limit", **place), found.ms(FIND_AND_GATHER, **place))
 
@@ -134,7 +134,7 @@ def _step_ms(workload: str) -> Reading:
     return lambda found: found.ms(STEP, **place)
 
 
-def _lifted(distribution: str) -> Reading:
+def _read_lifted(distribution: str) -> Reading:
     place = {"workload": "W1", "distribution": distribution, "num_devices": 0}
     return lambda found: _over(
         found.ms(STEP, optimizer=LIFTED_ADAM, **place), found.ms(STEP, optimizer="adam", **place)
@@ -148,7 +148,7 @@ def _small_step(found: Found) -> float | None:
     return None
 
 
-def _inserted(found: Found) -> float | None:
+def _read_inserted(found: Found) -> float | None:
     """Returns the G keys/s of inserting rows of one float, without the time of a copy of their bytes."""
     for record in found.all(names.INSERT_NEW, notes={"part": "insert", "dim": 1}):
         return record.num_keys / (record.timing.ms - record.notes["row_bytes_ms"]) * 1e-6
@@ -196,7 +196,7 @@ def _rate(found: Found, dim: int, what: str, optimizer: str, dtype: str = "float
 _DIM_WORK = ((FIND_AND_GATHER, ""), (STEP, "rowwise_adagrad"), (STEP, "sgd"))
 
 
-def _trained(name: str, wanted: float, num_devices: int, optimizer: str) -> Target:
+def _make_training_target(name: str, wanted: float, num_devices: int, optimizer: str) -> Target:
     """Returns M samples/s from files, with repeated bags and a float32 exchange; short runs are marked."""
     notes = {"part": "dcnv2", "num_devices": num_devices, "wire": "-" if num_devices == 1 else "float32, float32"}
 
@@ -295,13 +295,16 @@ def _served_over_floor(found: Found) -> float | None:
 def _delay_s(found: Found) -> float | None:
     """Returns the longest delay of a version; None where training did not change a million rows a second."""
     delays = found.all(names.FRESH, notes={"part": "fresh"})[:1]
-    return next((one.notes["max_ms"] / 1e3 for one in delays if one.notes["rows_per_s"] >= 1e6), None)
+    return next((delay.notes["max_ms"] / 1e3 for delay in delays if delay.notes["rows_per_s"] >= 1e6), None)
 
 
 def _lookups_under_updates(found: Found) -> float | None:
     p99 = [
         next(
-            (one.notes["p99_ms"] for one in found.all(names.FRESH_LOOKUP, notes={"part": "fresh", "updates": is_with})),
+            (
+                record.notes["p99_ms"]
+                for record in found.all(names.FRESH_LOOKUP, notes={"part": "fresh", "updates": is_with})
+            ),
             None,
         )
         for is_with in (True, False)
@@ -381,22 +384,25 @@ def _steps() -> Iterable[Target]:
 
 TARGETS: tuple[Target, ...] = (
     *(
-        Target(f"find + gather, share of a bare gather, {dim} floats, 4 Mi keys", least, _of_bare_gather(dim))
+        Target(f"find + gather, share of a bare gather, {dim} floats, 4 Mi keys", least, _share_of_bare_gather(dim))
         for dim, least in ((128, 0.90), (64, 0.83), (32, 0.70), (8, 0.50))
     ),
     *_forwards(),
     *_steps(),
     Target(
-        "forward + update, W1 uniform, lifted Optax Adam over the fused one", 1.5, _lifted("uniform"), is_least=False
+        "forward + update, W1 uniform, lifted Optax Adam over the fused one",
+        1.5,
+        _read_lifted("uniform"),
+        is_least=False,
     ),
-    Target("the same, Zipf 1.05 (no number was set)", 1.5, _lifted("zipf1.05"), is_least=False),
+    Target("the same, Zipf 1.05 (no number was set)", 1.5, _read_lifted("zipf1.05"), is_least=False),
     Target(
         "256 samples of W1, a step with its loss, dispatched by itself", 0.1, _small_step, is_least=False, unit=" ms"
     ),
     Target(
         "find_or_insert, all-new keys, the rows' bytes apart",
         3.0,
-        _inserted,
+        _read_inserted,
         unit=" G keys/s",
         instead=_inserted_with_rows,
         of_instead="rows of 8 floats written",
@@ -469,13 +475,13 @@ TARGETS: tuple[Target, ...] = (
         instead=_deployed(2, "replicas"),
         of_instead="on 2",
     ),
-    _trained("DLRM-DCNv2 from files, M samples/s, rowwise Adagrad", 2.5, 1, "rowwise_adagrad"),
-    _trained("DLRM-DCNv2 from files, M samples/s, Adagrad, 4 H200s", 7.5, 4, "adagrad"),
+    _make_training_target("DLRM-DCNv2 from files, M samples/s, rowwise Adagrad", 2.5, 1, "rowwise_adagrad"),
+    _make_training_target("DLRM-DCNv2 from files, M samples/s, Adagrad, 4 H200s", 7.5, 4, "adagrad"),
     *(
         Target(
-            f"CPU: lookup + update, SGD, {one}, over {what}",
+            f"CPU: lookup + update, SGD, {distribution}, over {what}",
             most,
-            _on_cpu(one, peer),
+            _on_cpu(distribution, peer),
             is_least=False,
             platform="cpu",
         )
@@ -483,7 +489,7 @@ TARGETS: tuple[Target, ...] = (
             ("xla", "static `jnp.take` + `.at[].add`", 1.5),
             ("torch", "torch's `EmbeddingBag` on a static table", 1.0),
         )
-        for one in DISTRIBUTIONS
+        for distribution in DISTRIBUTIONS
     ),
 )
 """The project's targets, on one H200 unless stated otherwise; ratios against a peer are its time over jaxsok's."""

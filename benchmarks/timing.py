@@ -147,11 +147,11 @@ def summary(samples_ms: Sequence[float], dispatches: int) -> Timing:
     )
 
 
-def scaled(timing: Timing, factor: float) -> Timing:
+def scale(timing: Timing, factor: float) -> Timing:
     """Returns a time derived from a measured time, multiplied by a factor.
 
     Example:
-      >>> scaled(summary([1.0, 2.0, 3.0], dispatches=1), 2.0).ms
+      >>> scale(summary([1.0, 2.0, 3.0], dispatches=1), 2.0).ms
       4.0
     """
     return dataclasses.replace(
@@ -178,7 +178,7 @@ class Step:
         """
         self.donates = donates
 
-        def unrolled(carry, all_inputs):
+        def unroll(carry, all_inputs):
             all_outputs = []
             for inputs in all_inputs:
                 if donates:
@@ -191,7 +191,7 @@ class Step:
         self._host: Timing | None = None
         donated = (0,) if donates else ()
         self._single = function if is_compiled else jax.jit(function, donate_argnums=donated)
-        self._unrolled = unrolled if is_compiled else jax.jit(unrolled, donate_argnums=donated)
+        self._unrolled = unroll if is_compiled else jax.jit(unroll, donate_argnums=donated)
 
     def run(self, carry: Any, inputs: Any) -> tuple[Any, Any]:
         """Dispatches one step."""
@@ -240,10 +240,10 @@ class Step:
         length = length or len(sets)
         groups = [tuple(sets[begin : begin + length]) for begin in range(0, len(sets), length)]
         timing, carry = self._batches(self._unrolled, carry, groups, protocol)
-        return scaled(timing, 1.0 / length), carry
+        return scale(timing, 1.0 / length), carry
 
     def kernels(self, carry: Any, sets: Sequence[Any]) -> tuple[dict[str, tuple[float, float]], Any]:
-        """Returns a step's kernels on the device: for each, its launches and milliseconds (`launched`)."""
+        """Returns a step's kernels on the device: for each, its launches and milliseconds (`list_launched`)."""
 
         def steps():
             nonlocal carry
@@ -251,7 +251,7 @@ class Step:
                 carry, outputs = self._call(self._single, carry, inputs)
             jax.block_until_ready((carry, outputs) if self.donates else outputs)
 
-        return launched(steps, len(sets)), carry
+        return list_launched(steps, len(sets)), carry
 
     def measure_calls(self, carry: Any, sets: Sequence[Any], protocol: Protocol) -> tuple[float, Any]:
         """Measures `Timing.call_ms`; the steps have run before. Returns it, and the carry after the last step."""
@@ -304,7 +304,7 @@ def time_once(function: Callable[[], Any], repetitions: int) -> Timing:
     return summary(samples, 1)
 
 
-def launched(function: Callable[[], Any], num_steps: int) -> dict[str, tuple[float, float]]:
+def list_launched(function: Callable[[], Any], num_steps: int) -> dict[str, tuple[float, float]]:
     """Returns the kernels that ran on the device, by JAX's profiler, the longest first.
 
     Args:

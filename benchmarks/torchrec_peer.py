@@ -290,7 +290,7 @@ class Peer:
         if self.is_gpu:
             torch.cuda.empty_cache()
 
-    def measured(self, step: Callable[[], Any]) -> dict[str, Any]:
+    def measure_step(self, step: Callable[[], Any]) -> dict[str, Any]:
         """Returns the fields of a `timing.Timing`, of the slowest process."""
         for _ in range(self.options.warmups * self.options.num_key_sets):
             step()
@@ -327,7 +327,7 @@ class Peer:
         mine = torch.tensor(numbers, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.num_devices)]
         dist.all_gather(everyone, mine)
-        return {name: [int(one[i]) for one in everyone] for i, name in enumerate(MEMORY)}
+        return {name: [int(rank[i]) for rank in everyone] for i, name in enumerate(MEMORY)}
 
     def add(self, record: dict[str, Any]) -> None:
         """Keeps a record, prints it and appends it to the file."""
@@ -375,7 +375,7 @@ class Sharded:
         self.names = [f"t{i}" for i in range(workload.num_tables)]
         self.plan: dict[str, int] = {}
 
-    def sharded(self, wrap: Callable[[EmbeddingBagCollection], nn.Module]) -> DistributedModelParallel:
+    def shard_model(self, wrap: Callable[[EmbeddingBagCollection], nn.Module]) -> DistributedModelParallel:
         """Returns a model around the tables, on all devices."""
         peer, workload = self.peer, self.workload
         tables = EmbeddingBagCollection(
@@ -456,7 +456,7 @@ class Sharded:
         peer = self.peer
         # The gradient is that of a sum over all samples, so it is not divided by the number of processes.
         comm_ops.set_gradient_division(False)
-        model = self.sharded(Tables)
+        model = self.shard_model(Tables)
         peer.say(f"{self.workload.name} {self.sharding} {self.wire}: {self.plan}")
         for distribution in distributions:
             batches, num_unique = self.batches(distribution)
@@ -483,7 +483,7 @@ class Sharded:
         dense = Dense(workload.num_tables, workload.dim, peer.device)
         if peer.options.compile_mode != "none":
             dense.compile(mode=peer.options.compile_mode, dynamic=False)
-        model = self.sharded(lambda tables: Model(tables, dense))
+        model = self.shard_model(lambda tables: Model(tables, dense))
         peer.say(f"{workload.name} DLRM {self.sharding} {self.wire}: {self.plan}")
         optimizer = torch.optim.Adagrad(
             dense.parameters(),
@@ -504,7 +504,7 @@ class Sharded:
         """Measures a step, and records it."""
         peer, workload = self.peer, self.workload
         peer.reset_memory()
-        timing = peer.measured(step)
+        timing = peer.measure_step(step)
         peaks = peer.peak_bytes()
         notes = {
             "scaling": self.scaling,
@@ -620,7 +620,7 @@ def main() -> None:
     peer = Peer(options)
     for name in options.workloads:
         scaling = options.scaling or ("weak" if name in workloads.MESH_WORKLOADS else "strong")
-        workload = workloads.on_mesh(name).scaled(options.scale).on_devices(peer.num_devices, scaling)
+        workload = workloads.on_mesh(name).scale(options.scale).on_devices(peer.num_devices, scaling)
         for part in options.parts:
             if part == "dlrm" and name not in DLRM_WORKLOADS:
                 continue

@@ -68,11 +68,13 @@ class Workload:
         """Every key distribution of the workload, in the order of its runs."""
         return tuple(dict.fromkeys(name for run in self.runs for name in run.distributions))
 
-    def scaled(self, scale: float) -> "Workload":
+    def scale(self, scale: float) -> "Workload":
         """Returns the workload with fewer rows and bags; tables, dim and hotness stay."""
         if scale == 1.0:
             return self
-        return dataclasses.replace(self, num_rows=_scaled(self.num_rows, scale), num_bags=_scaled(self.num_bags, scale))
+        return dataclasses.replace(
+            self, num_rows=_scale_count(self.num_rows, scale), num_bags=_scale_count(self.num_bags, scale)
+        )
 
     def on_devices(self, num_devices: int, scaling: str) -> "Workload":
         """Returns the workload on several devices: `num_bags` is per device under "weak" scaling, else in total.
@@ -103,21 +105,21 @@ class HashWorkload:
         """Returns the workload at other dims."""
         return dataclasses.replace(self, dims=dims)
 
-    def scaled(self, scale: float) -> "HashWorkload":
+    def scale(self, scale: float) -> "HashWorkload":
         """Returns the workload with fewer rows and keys; a scale that is a power of two keeps powers of two."""
         if scale == 1.0:
             return self
         return dataclasses.replace(
             self,
-            num_rows=_scaled(self.num_rows, scale),
-            keys_per_call=tuple(_scaled(count, scale) for count in self.keys_per_call),
+            num_rows=_scale_count(self.num_rows, scale),
+            keys_per_call=tuple(_scale_count(count, scale) for count in self.keys_per_call),
         )
 
 
 _CRITEO = ("uniform", "zipf1.05", "zipf1.15")
 
 
-def _named(*made: Workload) -> dict[str, Workload]:
+def _by_name(*made: Workload) -> dict[str, Workload]:
     return {workload.name: workload for workload in made}
 
 
@@ -126,7 +128,7 @@ def _criteo(name: str, dim: int, num_rows: int, runs: tuple[Run, ...]) -> Worklo
     return Workload(name, f"criteo{dim}", 26, num_rows, dim, num_bags=65_536, hotness=1, combiner="sum", runs=runs)
 
 
-WORKLOADS: dict[str, Workload] = _named(
+WORKLOADS: dict[str, Workload] = _by_name(
     _criteo(
         "W1",
         64,
@@ -177,7 +179,7 @@ _M1 = dataclasses.replace(
     runs=(Run("rowwise_adagrad", ("uniform",)),),
 )
 
-MESH_WORKLOADS: dict[str, Workload] = _named(
+MESH_WORKLOADS: dict[str, Workload] = _by_name(
     _M1, dataclasses.replace(_M1, name="M1-64", title="the same, half as wide", dim=64)
 )
 """Measured on meshes alone, by `bench_exchange.py`, which also takes those above."""
@@ -380,7 +382,7 @@ def _scramble(words: Any, multiplier: int, xp: Any) -> Any:
     return words ^ (words >> xp.uint32(13))
 
 
-def _scaled(count: int, scale: float) -> int:
+def _scale_count(count: int, scale: float) -> int:
     return max(16, round(count * scale))
 
 

@@ -65,16 +65,16 @@ def clicks():
 
 def main():
     mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
-    one = jaxsok.Collection(tables, features)
+    single = jaxsok.Collection(tables, features)
     many = jaxsok.Collection(tables, features, mesh=mesh, axis="data")
     results = {}
-    for collection in (one, many):
+    for collection in (single, many):
         state, loss = train(collection)
         table = collection.export_table(state, "user")
         results[collection] = table["rows"][np.argsort(table["keys"])]
         num_devices = len(state.stores[0].rows[0].sharding.device_set)
         print(f"{num_devices} device(s): loss of the last batch {loss:.6f}, {collection.num_rows(state)}")
-    difference = np.abs(results[one] - results[many]).max()
+    difference = np.abs(results[single] - results[many]).max()
     print(f"largest difference between their rows: {difference:.1e}")
     assert difference < 1e-3  # sums in another order, over all steps
 

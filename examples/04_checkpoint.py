@@ -73,7 +73,7 @@ def rows_by_key(collection, state):
 
 
 def main():
-    eight, two, one = collection_on(8), collection_on(2), jaxsok.Collection(tables, features)
+    eight, two, single = collection_on(8), collection_on(2), jaxsok.Collection(tables, features)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         with ocp.CheckpointManager(folder / "checkpoints") as manager:
@@ -94,13 +94,13 @@ def main():
         print(f"largest difference to the training that went on: {np.abs(rows - wanted_rows).max():.1e}")
 
         checkpoint.export_full(folder / "monday", two, state)
-        serving = checkpoint.load(folder / "monday", one)
+        serving = checkpoint.load(folder / "monday", single)
         state, bias = train(two, state, bias, 1)
         state, _ = two.erase(state, "user", np.arange(50))  # users who asked to be forgotten
         exported = checkpoint.export_delta(folder / "tuesday", two, state, base=folder / "monday")
-        serving = checkpoint.apply_delta(folder / "tuesday", one, serving, after=folder / "monday")
+        serving = checkpoint.apply_delta(folder / "tuesday", single, serving, after=folder / "monday")
         print(f"a delta of {exported.num_rows['user']} rows and {exported.num_tombstones['user']} keys that went")
-        for live, served in zip(rows_by_key(two, state), rows_by_key(one, serving), strict=True):
+        for live, served in zip(rows_by_key(two, state), rows_by_key(single, serving), strict=True):
             np.testing.assert_array_equal(live, served)
 
 

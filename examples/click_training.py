@@ -107,7 +107,7 @@ class Config:
         """Where rows of the tables lie."""
         return None if self.device_rows is None else jaxsok.HostMemory(self.device_rows)
 
-    def of_process(self: AnyConfig) -> AnyConfig:
+    def for_process(self: AnyConfig) -> AnyConfig:
         """Returns the configuration of this process: only the first one shows progress, and streams are counted."""
         num_streams = self.num_streams or (jax.process_count() if self.shuffle else 1)
         shows = self.show_progress and jax.process_index() == 0

@@ -110,14 +110,14 @@ def read_tables(folder: pathlib.Path, config: Config) -> frozen.FrozenTables:
 # The model -----------------------------------------------------------------------------------------------------------
 
 
-def fused(tables: frozen.FrozenTables, keys: dict) -> dict:
+def lookup_fused(tables: frozen.FrozenTables, keys: dict) -> dict:
     """All tables in one call."""
-    return lookup(tables, {name: LookupInput(name, one) for name, one in keys.items()})
+    return lookup(tables, {name: LookupInput(name, table_keys) for name, table_keys in keys.items()})
 
 
-def unfused(tables: frozen.FrozenTables, keys: dict) -> dict:
+def lookup_unfused(tables: frozen.FrozenTables, keys: dict) -> dict:
     """A call for each table."""
-    return {name: lookup(tables, {name: LookupInput(name, one)})[name] for name, one in keys.items()}
+    return {name: lookup(tables, {name: LookupInput(name, table_keys)})[name] for name, table_keys in keys.items()}
 
 
 def make_model(kernel: jax.Array, look_up: Callable) -> Callable:
@@ -125,7 +125,7 @@ def make_model(kernel: jax.Array, look_up: Callable) -> Callable:
 
     def model(tables, keys):
         embeddings = look_up(tables, keys)
-        x = jnp.concatenate([one.reshape(one.shape[0], -1) for one in embeddings.values()], axis=-1)
+        x = jnp.concatenate([embedding.reshape(embedding.shape[0], -1) for embedding in embeddings.values()], axis=-1)
         return x @ kernel
 
     return model
@@ -141,7 +141,7 @@ def make_batches(config: Config) -> list[dict]:
     ]
 
 
-def timed(function: Callable, tables: frozen.FrozenTables, batches: Sequence[dict]) -> list[float]:
+def time_calls(function: Callable, tables: frozen.FrozenTables, batches: Sequence[dict]) -> list[float]:
     """Milliseconds of each call, waited for; the first one compiles and is not timed."""
     jax.block_until_ready(function(tables, batches[0]))
     found = []
@@ -165,9 +165,9 @@ def _run(config: Config, folder: pathlib.Path) -> Result:
     tables, batches = read_tables(folder, config), make_batches(config)
     width = config.tables * config.keys * config.dim
     kernel = jax.random.normal(jax.random.key(0), (width, 1), jnp.float32) / width**0.5
-    models = {look_up: jax.jit(make_model(kernel, look_up)) for look_up in (fused, unfused)}
-    times = {look_up: timed(model, tables, batches) for look_up, model in models.items()}
-    of_both = jax.jit(lambda tables, keys: (fused(tables, keys), unfused(tables, keys)))
+    models = {look_up: jax.jit(make_model(kernel, look_up)) for look_up in (lookup_fused, lookup_unfused)}
+    times = {look_up: time_calls(model, tables, batches) for look_up, model in models.items()}
+    of_both = jax.jit(lambda tables, keys: (lookup_fused(tables, keys), lookup_unfused(tables, keys)))
     is_equal = True
     for keys in batches:
         first, second = of_both(tables, keys)
@@ -176,10 +176,10 @@ def _run(config: Config, folder: pathlib.Path) -> Result:
     inputs = {name: artifact.KeysInput(name, shape=(config.keys,)) for name in config.names}
     if (folder / "model" / MANIFEST).is_file():
         shutil.rmtree(folder / "model")
-    artifact.export_model(folder / "model", make_model(kernel, fused), tables, inputs)
+    artifact.export_model(folder / "model", make_model(kernel, lookup_fused), tables, inputs)
     path = write_configuration(folder, config)
-    difference = session_difference(path, models[fused](tables, batches[0]), batches[0])
-    return Result(times[fused], times[unfused], is_equal, difference)
+    difference = session_difference(path, models[lookup_fused](tables, batches[0]), batches[0])
+    return Result(times[lookup_fused], times[lookup_unfused], is_equal, difference)
 
 
 def session_difference(path: pathlib.Path, scores: jax.Array, words: dict) -> float | None:
@@ -189,7 +189,9 @@ def session_difference(path: pathlib.Path, scores: jax.Array, words: dict) -> fl
     from jaxsok.serving import session as sessions
 
     with sessions.open(path) as session:
-        answer = session.predict({name: keys_lib.from_words(one).astype(np.int64) for name, one in words.items()})
+        answer = session.predict(
+            {name: keys_lib.from_words(table_words).astype(np.int64) for name, table_words in words.items()}
+        )
     return float(np.abs(answer["output"] - np.asarray(scores)).max())
 
 

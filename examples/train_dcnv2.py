@@ -300,7 +300,7 @@ def train(config: Config) -> click_training.Result:
     Raises:
       ValueError: too few rows for one step; an interrupted run has other settings; files of another form.
     """
-    config = config.of_process()
+    config = config.for_process()
     mesh = training.make_mesh(config.batch_size, config.num_devices)
     source = open_log(config)
     collection = make_collection(config, source, mesh)

@@ -143,7 +143,7 @@ def train(config: Config) -> click_training.Result:
       ValueError: the log has no labels, or too few rows for one step; an interrupted run has other settings.
       criteo.LogFormatError: a row of the log is not in Criteo's format.
     """
-    config = config.of_process()
+    config = config.for_process()
     mesh = training.make_mesh(config.batch_size, config.num_devices)
     source = open_log(config)
     tx = optax.adam(config.dense_learning_rate)

@@ -19,9 +19,9 @@ from jaxsok.planner import Proposal, TableProposal, propose
 from jaxsok.records import Records
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
+from jaxsok.stats_window import StatsWindow, write_scalars
 from jaxsok.store import State, StoreState
 from jaxsok.types import NO_ROW, PADDING_KEY, NonFiniteGradientError, StalePlanError, TableFullError
-from jaxsok.window import StatsWindow, write_scalars
 
 __version__ = "0.1.0"
 

@@ -181,7 +181,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
     if all(array is None or isinstance(array, np.ndarray) for array in (bags.keys, *others.values())):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
-        value = bags = _of_tensors(bags, what)
+        value = bags = _unpack_tensors(bags, what)
         others = {name: getattr(bags, name) for name in others}
     if _is_coo(bags.keys):
         given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
@@ -191,7 +191,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
                 "which bag, and their weights."
             )
         return dataclasses.replace(
-            _of_coo(spec, bags.keys, what), inverse=_arrow_to_numpy(others["inverse"], what, "inverse")
+            _coo_to_bags(spec, bags.keys, what), inverse=_arrow_to_numpy(others["inverse"], what, "inverse")
         )
     if not any(_is_arrow(column) for column in (bags.keys, *others.values())):
         return value
@@ -202,12 +202,12 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
     keys, found = bags.keys, {name: _arrow_to_numpy(column, what, name) for name, column in columns.items()}
     lengths = None
     if _is_arrow(keys):
-        keys, lengths = of_arrow(_to_pyarrow(keys, what, "keys"), what, "keys")
+        keys, lengths = unpack_arrow(_to_pyarrow(keys, what, "keys"), what, "keys")
         if lengths is not None and (found["lengths"] is not None or found["offsets"] is not None):
             raise ValueError(f"{what}: got a column of lists with lengths or offsets, wanted one of them.")
     weights = others["weights"]
     if _is_arrow(weights):
-        weights, of_weights = of_arrow(_to_pyarrow(weights, what, "weights"), what, "weights")
+        weights, of_weights = unpack_arrow(_to_pyarrow(weights, what, "weights"), what, "weights")
         if (of_weights is None) != (lengths is None) or (
             lengths is not None and (of_weights is not None and not np.array_equal(of_weights, lengths))
         ):
@@ -246,7 +246,7 @@ def _is_ragged_tensor(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("values", "row_splits"))
 
 
-def _of_tensors(bags: Bags, what: str) -> Bags:
+def _unpack_tensors(bags: Bags, what: str) -> Bags:
     """Reads keys and weights that are tensors of TensorFlow; weights of a SparseTensor go into a `Coo`."""
     keys, weights = bags.keys, bags.weights
     is_ragged = _is_ragged_tensor(keys)
@@ -272,9 +272,9 @@ def _of_tensors(bags: Bags, what: str) -> Bags:
     return bags
 
 
-def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:
+def _coo_to_bags(spec: FeatureSpec, value: Any, what: str) -> Bags:
     if _is_bcoo(value):
-        return _of_bcoo(spec, value, what)
+        return _bcoo_to_bags(spec, value, what)
     if not isinstance(value, Coo):
         value = Coo(value.indices, value.values, shape=tuple(np.asarray(value.dense_shape).tolist()))
     if any(isinstance(array, jax.core.Tracer) for array in (value.indices, value.keys, value.weights)):
@@ -327,7 +327,7 @@ def _shape_of(given: Any, num_axes: int, what: str) -> tuple[int, ...]:
     return shape
 
 
-def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
+def _bcoo_to_bags(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
     """Reads a sparse `[num_bags, num_keys]` matrix: the column is the key, the datum its weight.
 
     Without weights an entry is a key where its datum is not zero.
@@ -340,7 +340,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
         )
     num_bags, num_keys = matrix.shape
     if any(isinstance(array, jax.core.Tracer) for array in (matrix.data, matrix.indices)):
-        return _of_traced_bcoo(spec, matrix)
+        return _traced_bcoo_to_bags(spec, matrix)
     indices, data = np.asarray(matrix.indices).astype(np.int64), np.asarray(matrix.data)
     if indices.size and indices.min() < 0:
         raise ValueError(f"{what}: indices: got {int(indices.min())}, wanted no negative number.")
@@ -357,7 +357,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
     return _sort_by_bag(columns[1].astype(np.uint64), columns, data if spec.weighted else None, num_bags)
 
 
-def _of_traced_bcoo(spec: FeatureSpec, matrix: Any) -> Bags:
+def _traced_bcoo_to_bags(spec: FeatureSpec, matrix: Any) -> Bags:
     """Reads a BCOO inside a program, where values cannot be checked: what lies outside is dropped, below 0 too."""
     num_bags, num_keys = matrix.shape
     bags, columns = matrix.indices[:, 0], matrix.indices[:, 1]
@@ -429,7 +429,7 @@ def _to_pyarrow(value: Any, what: str, name: str) -> Any:
     return value.chunk(0) if value.num_chunks == 1 else value.combine_chunks()
 
 
-def of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+def unpack_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the numbers of a column, and the lengths of its lists; null lists are empty, null keys padding.
 
     Lists of one fixed size are a rectangle `[num_bags, hotness]`, without lengths.

@@ -255,7 +255,7 @@ def places(
     return jnp.where(is_real, place, num_keys).reshape(-1), is_real.reshape(-1)
 
 
-def taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
+def take_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
     """Selects the requests to send; padding where there is none."""
     return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST)
 
@@ -271,7 +271,7 @@ def requests_of_round(
     route: Route, lines: UInt32[Array, "num_keys 4"], starts: Int32[Array, " num_owners_plus_1"], number: int | Array
 ) -> UInt32[Array, "num_sent 4"]:
     """Selects the requests of one round."""
-    return taken_requests(lines, *places_of_round(route, starts, number, lines.shape[0]))
+    return take_requests(lines, *places_of_round(route, starts, number, lines.shape[0]))
 
 
 # Rounds --------------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Round:
 
     def requests(self, lines: UInt32[Array, "num_keys 4"]) -> UInt32[Array, "_ 4"]:
         """Sends the requests of this round to their owners."""
-        return self.route.to_owners(taken_requests(lines, self.place, self.is_real))
+        return self.route.to_owners(take_requests(lines, self.place, self.is_real))
 
     def take(self, lines: Array) -> Array:
         """Selects the lines of this round from those of all requests; zeros where nothing is sent."""

@@ -821,13 +821,13 @@ def _rebuild(
 ) -> tuple[Array, Array]:
     """Builds an index of the rows that the records name, under another salt (two words) if one is given."""
 
-    def of_shard(counters: Array, records: tuple[Array, ...], salt: Array | None) -> tuple[Array, Array]:
+    def rebuild_shard(counters: Array, records: tuple[Array, ...], salt: Array | None) -> tuple[Array, Array]:
         if salt is not None:
             low, high = COUNTERS.index("salt_low"), COUNTERS.index("salt_high")
             counters = counters.at[low].set(salt[0]).at[high].set(salt[1])
         return table.kernels.rebuild(counters, records, num_buckets)
 
-    return shards.run(of_shard, (counters, records, salt), (shards.spec, shards.spec, P()), shards.spec)
+    return shards.run(rebuild_shard, (counters, records, salt), (shards.spec, shards.spec, P()), shards.spec)
 
 
 def _names(spec: StoreSpec) -> str:

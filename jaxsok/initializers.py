@@ -35,7 +35,7 @@ class Initializer:
         """Whether XLA works the rows out (`rows`), and not the kernels."""
         return False
 
-    def of_dim(self, dim: int) -> "Initializer":
+    def for_dim(self, dim: int) -> "Initializer":
         """Returns the initializer for rows of `dim` numbers, which the kernels are given."""
         return self
 
@@ -118,7 +118,7 @@ def fan_in(
       ValueError: a negative scale, another distribution.
 
     Example:
-      >>> fan_in(3.0).of_dim(4)
+      >>> fan_in(3.0).for_dim(4)
       Initializer(kind=1, a=-1.5, b=1.5)
     """
     checks.number("initializers.fan_in: scale", scale, 0, wanted="at least 0")
@@ -141,7 +141,7 @@ _DEVIATION_WITHIN_TWO = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) 
 class _FanIn(Initializer):
     """An initializer whose parameters hold for rows of one number; they shrink with the root of the dim."""
 
-    def of_dim(self, dim: int) -> Initializer:
+    def for_dim(self, dim: int) -> Initializer:
         return Initializer(self.kind, self.a / math.sqrt(dim), self.b / math.sqrt(dim))
 
 

@@ -52,7 +52,7 @@ def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
     return jnp.where(largest < jnp.finfo(jnp.float32).tiny, jnp.float32(1), largest)
 
 
-def of_all_shards(shards: Shards, squares: Squares) -> Squares:
+def sum_over_shards(shards: Shards, squares: Squares) -> Squares:
     """Adds the squares of all shards, in their order."""
     largest = shards.max(squares[0])
     # Each part has its own place, where adding is exact, so the collective cannot change the order of the sum.

@@ -183,7 +183,7 @@ def propose(
     return Proposal(
         tuple(lines),
         int(num_shards),
-        model.of_stores(lines),
+        model.count_bytes_of_stores(lines),
         _bytes_per_device(placed, num_shards),
         _allocated_bytes(placed, num_shards),
         tuple(dataclasses.replace(feature, exchange=form[feature.table]) for feature in features),
@@ -316,7 +316,7 @@ class _Model:
         of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
         return round((self.num_shards - 1) * (of_uses + not_none(traffic.bags) * of_bags))
 
-    def of_stores(self, lines: Sequence[TableProposal]) -> int:
+    def count_bytes_of_stores(self, lines: Sequence[TableProposal]) -> int:
         """Returns the bytes of all tables together, as the stores send them."""
         of_bags = {
             line.table.name: line.wire_bytes.get("bags")

@@ -272,7 +272,7 @@ class TableSpec:
                 f"at most {MAX_STATES}."
             )
         if self.optimizer.kernel == PROGRAM:
-            program.compiled(self.optimizer, self.dim)
+            program.compile_row_program(self.optimizer, self.dim)
         if isinstance(self.initializer, str) and self.initializer in initializers.BY_NAME:
             object.__setattr__(self, "initializer", initializers.BY_NAME[self.initializer]())
         if not isinstance(self.initializer, initializers.Initializer):
@@ -313,7 +313,7 @@ class TableSpec:
 
         A number, in every column; InitialRows of the state's seed; or the initializer, if only XLA computes its rows.
         """
-        initializer = self.initializer.of_dim(self.dim)
+        initializer = self.initializer.for_dim(self.dim)
         if self.unknown == "zeros":
             return 0.0
         if initializer.is_traced:
@@ -497,7 +497,7 @@ class StoreSpec:
         words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)
         for line, table, (begin, size) in zip(words, self.tables, self.bloom_segments(), strict=True):
             name = int(name_word(table.name))
-            initializer = table.initializer.of_dim(table.dim)
+            initializer = table.initializer.for_dim(table.dim)
             line[:3] = name & 0xFFFFFFFF, name >> 32, initializer.kind
             line[3:5] = np.array([initializer.a, initializer.b], np.float32).view(np.uint32)
             # In a replicated store each shard owns all rows.
@@ -595,7 +595,7 @@ def describe(stores: Sequence[StoreSpec]) -> list[str]:
         for store in stores
     ]
     lines = [
-        f"{s}:{table.name}:{table.dim}:{dtypes[s]}:{store.optimizer.state_form(store.dim)}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
+        f"{s}:{table.name}:{table.dim}:{dtypes[s]}:{store.optimizer.state_form(store.dim)}:{store.state_specs}:{table.initializer.for_dim(table.dim)}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]

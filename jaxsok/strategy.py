@@ -141,7 +141,7 @@ class Fused(Strategy):
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
         # On a mesh of one device the sum marks the norm as the same everywhere.
-        return norms.norm_of(norms.of_all_shards(self.shards, squares) if self.shards.is_mesh else squares)
+        return norms.norm_of(norms.sum_over_shards(self.shards, squares) if self.shards.is_mesh else squares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Exchanged(Strategy):
         return norms.add_exchanged(self.exchange, spec, state.stores[s], s, used, squares)
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
-        return norms.norm_of(norms.of_all_shards(self.shards, squares))
+        return norms.norm_of(norms.sum_over_shards(self.shards, squares))
 
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
         if self.exchange.windows is None:

@@ -18,7 +18,7 @@ from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange, gathered_dtype
 from jaxsok.gradients import Arrived, Used
 from jaxsok.kernels import update as kernels
-from jaxsok.optimizers.program import compiled
+from jaxsok.optimizers.program import compile_row_program
 from jaxsok.optimizers.protocol import PROGRAM
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -46,7 +46,7 @@ class StepInputs:
         if optimizer.kernel != PROGRAM:
             row_step = kernels.RowStep(optimizer.kernel, optimizer.hyper_operand(step, learning_rate), *kinds)
             return cls(row_step, seed, step, counts_uses=False), globals_
-        program = compiled(optimizer, spec.dim)
+        program = compile_row_program(optimizer, spec.dim)
         hyper, after = optimizer.advance(tuple(leaf[0] for leaf in globals_), step, learning_rate, spec.dim)
         row_step = kernels.RowStep(PROGRAM, program.scalars(hyper), *kinds, program.words(), program.num_registers)
         return cls(row_step, seed, step, program.counts_uses), tuple(jnp.asarray(leaf)[None] for leaf in after)

@@ -162,14 +162,14 @@ def _open(shards: MeshShards) -> Windows:
     )
     is_shared = shards.num_processes > 1
     if not is_shared:
-        return opened(devices.flat[0].platform, groups)
+        return open_windows(devices.flat[0].platform, groups)
     with _together():
-        windows = opened(devices.flat[0].platform, groups, is_shared=True)
+        windows = open_windows(devices.flat[0].platform, groups, is_shared=True)
     windows.reserve(_PROBE_BYTES)  # fails where processes cannot share memory
     return windows
 
 
-def opened(platform: str, groups: tuple[tuple[int, ...], ...], *, is_shared: bool = False) -> Windows:
+def open_windows(platform: str, groups: tuple[tuple[int, ...], ...], *, is_shared: bool = False) -> Windows:
     """Opens the windows of groups of devices, given by their ordinals; those that are open stay as they are."""
     with _lock:
         number = _numbers.get((platform, groups))

@@ -41,7 +41,7 @@ def seconds(folder: pathlib.Path) -> dict[str, float]:
     return {path.name.removesuffix(".o.seconds"): float(path.read_text()) for path in notes}
 
 
-def written(found: dict[str, int], library_bytes: int, most_seconds: float) -> str:
+def write_budget(found: dict[str, int], library_bytes: int, most_seconds: float) -> str:
     """Returns a budget with some room over the measurements."""
     lines = [
         "# What compiling one GPU architecture may cost (scripts/build_budget.py --write; make check-build compares).",
@@ -71,7 +71,7 @@ def main() -> int:
         return 1
     budget = tomllib.loads(BUDGET.read_text())
     if options.write:
-        BUDGET.write_text(written(found, budget["library_bytes"], budget["most_seconds"]))
+        BUDGET.write_text(write_budget(found, budget["library_bytes"], budget["most_seconds"]))
         return 0
     failures = []
     print(f"{'source':42}{'bytes':>12}{'budget':>12}{'seconds':>9}")

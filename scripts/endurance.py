@@ -75,14 +75,14 @@ class Raws:
         self.lengths = rng.integers(0, MOST_KEYS + 1, (NUM_RAWS, num))
         self.label = rng.normal(size=(NUM_RAWS, num)).astype(np.float32)
         sizes = {"user": num, "page": MOST_KEYS * num, "item": num, "query": num}
-        self.ranks = {name: self.drawn_ranks(rng, size, options.window) for name, size in sizes.items()}
-        self.country = self.drawn_ranks(rng, num, NUM_COUNTRIES)
+        self.ranks = {name: self.draw_ranks(rng, size, options.window) for name, size in sizes.items()}
+        self.country = self.draw_ranks(rng, num, NUM_COUNTRIES)
         num_ids = options.window + options.new * options.steps
         self.seen = {name: np.zeros(num_ids, bool) for name in ("user", "page")}
         self.rows = np.full((NUM_COUNTRIES, 4), 0.5)  # of "country", step by step
         self.is_row = np.zeros(NUM_COUNTRIES, bool)
 
-    def drawn_ranks(self, rng, size, most):
+    def draw_ranks(self, rng, size, most):
         """Returns ranks from 1 to `most`, with a probability of about 1 / rank; 0 is the most frequent key."""
         ranks = np.minimum(np.exp(rng.random((NUM_RAWS, size)) * np.log(most)).astype(np.int64), most - 1)
         ranks[rng.random(ranks.shape) < self.options.hot] = 0
@@ -362,8 +362,8 @@ def run(options, name, devices, processes=1, folder=None, **changes):
         end(started)
     found = [json.loads((folder / f"{number}.json").read_text()) for number in range(processes)]
     result = found[0] | {"tables": tables_of(folder / "final")}
-    result["memory"] = {when: [device for one in found for device in one["memory"][when]] for when in ("early", "end")}
-    result["step_ms"] = max(one["step_ms"] for one in found)
+    result["memory"] = {when: [device for run in found for device in run["memory"][when]] for when in ("early", "end")}
+    result["step_ms"] = max(run["step_ms"] for run in found)
     result["digest"] = digest_of(result["tables"])
     if options.report:
         kept = {key: value for key, value in result.items() if key != "tables"}
@@ -376,7 +376,7 @@ def run(options, name, devices, processes=1, folder=None, **changes):
         print(f"  {key}: {result[key]}")
     print(f"  {result['steps_per_s']:.1f} steps/s in all, {result['step_ms']:.2f} ms a step between checkpoints")
     for when, numbers in result["memory"].items():
-        units = [" / ".join(f"{number / 2**20:.1f}" for number in one) for one in numbers]
+        units = [" / ".join(f"{number / 2**20:.1f}" for number in sizes) for sizes in numbers]
         print(f"  MiB in use / peak / window / other arrays than the state, by device, {when}: {', '.join(units)}")
     print(f"  digest: {result['digest']}", flush=True)
     return result
@@ -491,9 +491,9 @@ def main():
             compare(f"resumed after {kind}", resumed["tables"], plain["tables"])
         if hot:
             skewed = run(options, f"hot key {hot}", options.devices, options.processes, hot=hot)
-            peaks = [[one[1] + one[2] for one in result["memory"]["end"]] for result in (skewed, plain)]
+            peaks = [[device[1] + device[2] for device in result["memory"]["end"]] for result in (skewed, plain)]
             ratios = {"time": skewed["step_ms"] / plain["step_ms"]}
-            ratios["memory"] = max(one / other for one, other in zip(*peaks, strict=True))
+            ratios["memory"] = max(peak / other for peak, other in zip(*peaks, strict=True))
             print(f"hot key: time of a step and peak memory of a device as ratios: {ratios}")
             most = options.most_ratio or float("inf")
             require(max(ratios.values()) <= most, f"a ratio above {most}: {ratios}")

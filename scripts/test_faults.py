@@ -68,12 +68,12 @@ def configure() -> None:
     command += [f"-DJAXSOK_OUTPUT_DIR={LIBRARIES}"]
     command += [f"-DJAXSOK_XLA_INCLUDE_DIR={os.environ.get('JAXSOK_XLA_INCLUDE_DIR', '')}"]
     command += ["-GNinja"] if shutil.which("ninja") else []
-    checked(command, "cmake")
+    run_checked(command, "cmake")
 
 
 def build() -> None:
     """Builds what has changed."""
-    checked(["cmake", "--build", BUILD, "--parallel", str(os.cpu_count())], "build")
+    run_checked(["cmake", "--build", BUILD, "--parallel", str(os.cpu_count())], "build")
 
 
 def keep_build() -> None:
@@ -90,7 +90,7 @@ def restore_build() -> None:
         shutil.copytree(copy, folder)
 
 
-def checked(command: list, what: str) -> None:
+def run_checked(command: list, what: str) -> None:
     """Runs a command, and raises with the errors that it printed if it fails."""
     done = subprocess.run(command, text=True, **TOGETHER)
     if done.returncode:

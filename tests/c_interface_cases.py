@@ -201,7 +201,7 @@ class Gpu:
         self._call("cuMemcpyDtoH_v2", address, ctypes.c_void_p(pointer), ctypes.c_size_t(array.nbytes))
         return array
 
-    def captured(self, work):
+    def capture(self, work):
         """Captures what `work` enqueues on the stream in a graph, and returns a function that runs the graph there."""
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamBeginCapture_v2", self.stream, 1)  # 1: other threads are not restricted
@@ -220,7 +220,7 @@ class Gpu:
             feature.out = self.put(np.full(shapes[-1], np.nan, np.float32))
         outs = [feature.out for feature in features]
         if is_graph:
-            run = self.captured(lambda: tables.call(held, features, self.stream))
+            run = self.capture(lambda: tables.call(held, features, self.stream))
             for _ in range(3):
                 run()
         else:
@@ -229,7 +229,7 @@ class Gpu:
 
 
 @contextlib.contextmanager
-def opened(folder, **options):
+def open_tables(folder, **options):
     """Opens tables and closes them at the end."""
     tables = Tables(folder, **options)
     try:

@@ -92,13 +92,16 @@ def content(collection, state):
     columns = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
         slabs = {"records": store.records, "rows": store.rows}
-        slabs |= {f"state.{one.name}": arrays for one, arrays in zip(spec.state_specs, store.states, strict=True)}
+        slabs |= {
+            f"state.{state_spec.name}": arrays
+            for state_spec, arrays in zip(spec.state_specs, store.states, strict=True)
+        }
         if store.statistics:
             slabs["statistics"] = store.statistics
         parts = {name: [parts_of(slab, spec.num_shards) for slab in arrays] for name, arrays in slabs.items()}
         shards = sorted(parts["records"][0])
         for table in spec.tables:
-            number = [one.name for one in spec.tables].index(table.name)
+            number = [table.name for table in spec.tables].index(table.name)
             found = {name: [] for name in ("keys", *parts)}
             for shard in shards[:1] if spec.is_replicated else shards:
                 whole = {name: np.concatenate([part[shard] for part in slab]) for name, slab in parts.items()}
@@ -118,15 +121,15 @@ def waiting(collection, state, table):
     """Reads the keys of a table that wait for a row from the arrays alone: {key: count}."""
     found = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
-        for number, one in enumerate(spec.tables):
-            if one.name != table:
+        for number, table_spec in enumerate(spec.tables):
+            if table_spec.name != table:
                 continue
             for array in store.sightings:
                 for shard, part in parts_of(array, spec.num_shards).items():
                     entries = part.reshape(-1, 4).astype(np.uint64)
                     keys = entries[:, 0] | entries[:, 1] << np.uint64(32)
                     is_mine = (keys != np.uint64(jaxsok.PADDING_KEY)) & (entries[:, 3] == number)
-                    is_mine &= (entries[:, 2] > 0) & (entries[:, 2] < one.admission.num_sightings)
+                    is_mine &= (entries[:, 2] > 0) & (entries[:, 2] < table_spec.admission.num_sightings)
                     if shard == 0 or not spec.is_replicated:
                         found |= dict(zip(keys[is_mine].tolist(), entries[is_mine, 2].tolist(), strict=True))
     return found
@@ -237,24 +240,24 @@ def in_processes(folder):
         features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
         return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
 
-    def batch_of(one, step):
+    def batch_of(declared, step):
         share = NUM_SAMPLES // jax.process_count()
-        raw = one_batch(one, step)
-        return one.batch({name: keys[number * share : (number + 1) * share] for name, keys in raw.items()})
+        raw = one_batch(declared, step)
+        return declared.batch({name: keys[number * share : (number + 1) * share] for name, keys in raw.items()})
 
     first = collection()
     state = first.init(seed=11)
 
-    def trained(state, num_steps):
+    def train_steps(state, num_steps):
         for _ in range(num_steps):
             batch = batch_of(first, int(state.step))
             state = first.grow(state)
             state, _ = train_step(first)(state, batch.features)
         return state
 
-    state = trained(state, 3)
+    state = train_steps(state, 3)
     checkpoint.export_full(folder / "full", first, state)
-    state = trained(state, 2)
+    state = train_steps(state, 2)
     state, _ = first.erase(state, "user", one_batch(first, 1)["user"][:6])
     checkpoint.export_delta(folder / "delta", first, state, folder / "full")
     with ocp.CheckpointManager(folder / "manager") as manager:
@@ -263,8 +266,8 @@ def in_processes(folder):
         other = collection(capacity=40)
         again = manager.restore(5, args=ocp.args.Composite(tables=checkpoint.TablesRestore(other)))["tables"]
     loaded = checkpoint.load(folder / "delta", other)
-    for name, one in {"trained": state, "restored": again, "loaded": loaded}.items():
-        np.savez(folder / f"{name}.{number}.npz", **_plain(content(first, one)))
+    for name, saved_state in {"trained": state, "restored": again, "loaded": loaded}.items():
+        np.savez(folder / f"{name}.{number}.npz", **_plain(content(first, saved_state)))
 
 
 def writes_on_request(folder, number):
@@ -356,7 +359,7 @@ class Life:
 
     def _run(self, state, features):
         embeddings, state, plan = self.collection.lookup(state, features)
-        gradients = jax.tree.map(lambda one: jnp.tanh(one) + 0.25, embeddings)
+        gradients = jax.tree.map(lambda rows: jnp.tanh(rows) + 0.25, embeddings)
         state, stats = self.collection.update(state, plan, gradients)
         return state, embeddings, stats
 
@@ -383,7 +386,7 @@ class Life:
         if saves:
             self.checkpoint.export_full(self.folder / str(self.step), self.collection, self.state)
         counts = {f"{table}.counts": np.array(list(line.values())) for table, line in stats.to_dict().items()}
-        return {name: np.asarray(one) for name, one in embeddings.items()} | counts
+        return {name: np.asarray(rows) for name, rows in embeddings.items()} | counts
 
 
 def live(folder, num_steps):

@@ -17,7 +17,7 @@ CAPACITY = 1 << 14
 ALIGNMENT_BYTES = 4096  # XLA rounds up and packs: equal programs may differ by a few hundred bytes
 
 
-def declared(capacity=CAPACITY, **more):
+def declare(capacity=CAPACITY, **more):
     """Declares two stores with all kinds of features, optimizers with and without state; `more` goes to all tables."""
     rowwise, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.1)
     return jaxsok.Collection(
@@ -100,15 +100,15 @@ def find_and_step(collection):
 
 def cases(collection):
     """Returns name -> (function of a donated state and features, features)."""
-    one, two = features_of(collection), features_of(collection, 1)
+    first, two = features_of(collection), features_of(collection, 1)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[features_of(collection, i) for i in range(NUM_STEPS)])
     return {
-        "lookup": (collection.lookup, (one,)),
-        "train step": (programs.train_step(collection), (one,)),
-        "linear loss": (linear_step(collection), (one,)),
-        "two lookups": (two_lookups(collection), (one, two)),
+        "lookup": (collection.lookup, (first,)),
+        "train step": (programs.train_step(collection), (first,)),
+        "linear loss": (linear_step(collection), (first,)),
+        "two lookups": (two_lookups(collection), (first, two)),
         "scan": (scan_of_steps(collection), (stacked,)),
-        "find and step": (find_and_step(collection), (one,)),
+        "find and step": (find_and_step(collection), (first,)),
         "erase": (
             lambda state, keys: collection.erase(state, "item", keys),
             (jnp.asarray(programs.words(np.arange(9))),),

@@ -248,7 +248,9 @@ def table_words(num_tables: int) -> np.ndarray:
     return lines
 
 
-def placed(lines: np.ndarray, owners: dict[int, int] | None = None, unknown_zeros: Sequence[int] = ()) -> np.ndarray:
+def place_lines(
+    lines: np.ndarray, owners: dict[int, int] | None = None, unknown_zeros: Sequence[int] = ()
+) -> np.ndarray:
     """Returns words of tables of which some are on one shard, and some give zeros for unknown keys."""
     lines = lines.copy()
     for table, owner in (owners or {}).items():
@@ -310,12 +312,12 @@ def single(keys, table=0, **more) -> Feature:
     return Feature(as_keys(keys), table, NONE, 1, **more)
 
 
-def fixed(keys, table, combiner, hotness, weights=None, **more) -> Feature:
+def make_fixed(keys, table, combiner, hotness, weights=None, **more) -> Feature:
     """Returns a feature with bags of one size."""
     return Feature(as_keys(keys), table, combiner, hotness, weights=weights, **more)
 
 
-def ragged(keys, table, combiner, offsets, weights=None, **more) -> Feature:
+def make_ragged(keys, table, combiner, offsets, weights=None, **more) -> Feature:
     """Returns a feature with bags of any size."""
     return Feature(as_keys(keys), table, combiner, 0, np.asarray(offsets, np.int32), weights, **more)
 
@@ -383,7 +385,7 @@ def without_tables(batch: Batch) -> Batch:
     return Batch(*(dataclasses.replace(f, table=0) for f in batch.features))
 
 
-def joined(*batches: Batch) -> Batch:
+def join_batches(*batches: Batch) -> Batch:
     """Joins the batches of several plans, feature by feature; each feature keeps the number of its plan."""
     return Batch(*(dataclasses.replace(f, plan=p) for p, batch in enumerate(batches) for f in batch.features))
 
@@ -696,7 +698,7 @@ class Store:
         if step is not None:
             asked = self._distinct(keys, tables, is_asked)
             sums = {pair: int(uses[at].sum()) for pair, at, _ in asked if pair not in self.bucket_of}
-            kept_out = self._kept_out(sums, step)
+            kept_out = self._keep_out(sums, step)
         for pair, occurrences, home in self._distinct(keys, tables, is_asked):
             table, row_id = pair[0], self.row_of.get(pair)
             num = len(occurrences)
@@ -722,7 +724,7 @@ class Store:
         self.rows[rows] = self.initial_rows(keys[firsts], tables[firsts])
         return row_ids, counts
 
-    def _kept_out(self, sums: dict[tuple[int, int], int], step: int) -> set[tuple[int, int]]:
+    def _keep_out(self, sums: dict[tuple[int, int], int], step: int) -> set[tuple[int, int]]:
         """Returns the unseen pairs that get no row, given their uses in a call; updates the counts."""
         counters = {
             pair: bloom_counters(self.tables[pair[0]], self.seed, pair[1])
@@ -884,9 +886,9 @@ class Store:
         present = batch.keys != U64(PADDING_KEY)
         parts = [batch.part(f) for f in range(len(batch.features))]
         combined = [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
-        return [nearest(one, self.embedding_dtype) for one in combined]
+        return [nearest(number, self.embedding_dtype) for number in combined]
 
-    def noted(self, batch: Batch, statistics: np.ndarray, clock: int) -> np.ndarray:
+    def note_lookup(self, batch: Batch, statistics: np.ndarray, clock: int) -> np.ndarray:
         """Returns the statistics after a lookup, occurrence by occurrence."""
         uses: dict[tuple[int, int], int] = {}
         pairs = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)

@@ -156,7 +156,7 @@ def insert(collection, state, keys, *, name="user", grow=False):
 # Reading results
 
 
-def exported(collection, state, name="user"):
+def export(collection, state, name="user"):
     """Returns a table as a dict from key to (row id, row, [state arrays])."""
     table = collection.export_table(state, name)
     states = list(table["state"].values())
@@ -168,7 +168,7 @@ def exported(collection, state, name="user"):
 
 def rows_of(collection, state, name="user"):
     """Returns a table as a dict from key to row."""
-    return {key: row for key, (_, row, _) in exported(collection, state, name).items()}
+    return {key: row for key, (_, row, _) in export(collection, state, name).items()}
 
 
 def counts(stats, table="user"):
@@ -397,7 +397,7 @@ def mix64(values):
 def unmixed64(values):
     """Inverts `mix64`."""
 
-    def unshifted(values, shift):
+    def unshift(values, shift):
         result = values
         for _ in range(64 // shift + 1):
             result = values ^ (result >> np.uint64(shift))
@@ -406,9 +406,9 @@ def unmixed64(values):
     def inverse(odd):  # inverse of an odd number modulo 2^64
         return np.uint64(pow(odd, -1, 2**64))
 
-    values = unshifted(np.atleast_1d(values), 31) * inverse(0x94D049BB133111EB)
-    values = unshifted(values, 27) * inverse(0xBF58476D1CE4E5B9)
-    return unshifted(values, 30)
+    values = unshift(np.atleast_1d(values), 31) * inverse(0x94D049BB133111EB)
+    values = unshift(values, 27) * inverse(0xBF58476D1CE4E5B9)
+    return unshift(values, 30)
 
 
 def _word_of_name(table):

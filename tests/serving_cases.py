@@ -55,7 +55,7 @@ def config_of(*models, **more):
     return {"supportlonglong": True, "models": list(models), **more}
 
 
-def expected(content, keys, default, dim):
+def expect(content, keys, default, dim):
     """Returns what a lookup must give, from NumPy and dicts alone."""
     keys = np.asarray(keys)
     lines = []
@@ -148,13 +148,13 @@ TRACED = {
 
 UNKNOWN_DIM = 4
 KNOWN = np.array([3, 2**40 + 1, 2**64 - 2], np.uint64)
-"""Keys with rows, in all tables of `untrained`."""
+"""Keys with rows, in all tables of `declare_untrained`."""
 ASKED = np.array([3, 5, 2**63 + 5, PADDING, 2**40 + 1, 5, 0, 2**64 - 2], np.uint64)
 """Some with rows, some without."""
 
 
 @functools.cache
-def untrained(dtype="float32", seed=2**40 + 7):
+def declare_untrained(dtype="float32", seed=2**40 + 7):
     """Returns a collection of a table per initializer, read as "initial", and some read as "zeros"; and its state."""
     several = functools.partial(
         jaxsok.TableSpec, dim=UNKNOWN_DIM, optimizer=jaxsok.optim.sgd(0.1), dtype=dtype, capacity=8, statistics=True
@@ -171,7 +171,7 @@ def untrained(dtype="float32", seed=2**40 + 7):
     return collection, state
 
 
-def found_in_training(collection, state, keys=ASKED):
+def find_in_training(collection, state, keys=ASKED):
     """Returns the results of `find` for keys, by table, in float32."""
     shape = np.asarray(keys).shape
     batch = collection.batch({table.name: np.asarray(keys).reshape(-1) for table in collection.tables})

@@ -20,7 +20,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def ended(processes, folder, *, timeout_s):
+def wait_for_end(processes, folder, *, timeout_s):
     """Returns the exit codes; no process remains."""
     deadline = time.monotonic() + timeout_s
     try:

@@ -83,7 +83,7 @@ def check_link(op: str, link: Source, uuid: str, before: str) -> None:
         )
 
 
-def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Source], table: str) -> np.ndarray:
+def find_gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Source], table: str) -> np.ndarray:
     """Finds the keys that a chain has and a table no longer has: uint64, ascending."""
     gone = np.zeros(0, np.uint64)
     if chain and _keeps_all(collection, state, chain[-1], table):

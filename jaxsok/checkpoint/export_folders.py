@@ -16,7 +16,7 @@ import jax
 from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.chain import Path, chain_of, gone_keys
+from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of
 from jaxsok.checkpoint.saved import Source, check_forms, choose_tables
 from jaxsok.collection import Collection
@@ -169,7 +169,7 @@ def _export(
         with processes.fail_together(op):
             if is_first:
                 folder.mkdir(parents=True)
-        gone = {table.name: gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
+        gone = {table.name: find_gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
         with processes.fail_together(op):
             if not folder.is_dir():
                 raise FileNotFoundError(

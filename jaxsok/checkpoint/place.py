@@ -24,12 +24,12 @@ FAILED = 1 << 41  # rows: more than any process has
 
 
 def place_records(
-    op: str, collection: Collection, s: int, number: int, held: Held, of_shard: Callable[[int], Iterator[Records]]
+    op: str, collection: Collection, s: int, number: int, held: Held, read_shard: Callable[[int], Iterator[Records]]
 ) -> int:
     """Places records of table `number` of store `s`, and returns how many there were on all shards.
 
-    `held` has room for all of them; its state is donated and replaced. `of_shard` reads the records of a shard of this
-    process; for a replicated store those of one shard. What it raises is a RuntimeError in the other processes.
+    `held` has room for all of them; its state is donated and replaced. `read_shard` reads the records of a shard of
+    this process; for a replicated store those of one shard. If it raises, other processes raise a RuntimeError.
     """
     spec, shards = collection.stores[s], collection.shards
     local = shards.local()
@@ -37,7 +37,7 @@ def place_records(
     # A power of two: a few programs, whatever the number of rows.
     most_lines = min(MOST_LINES, 1 << max(6, lines.bit_length() - 1))
     is_once = spec.is_replicated
-    streams = {shard: regroup(of_shard(shard), most_lines, join_records) for shard in local[: 1 if is_once else None]}
+    streams = {shard: regroup(read_shard(shard), most_lines, join_records) for shard in local[: 1 if is_once else None]}
     writer = RecordWriter(op, collection.stores, s, number, shards, held, clock=np.uint32(0))
     none, total = no_records(spec), 0
     while True:

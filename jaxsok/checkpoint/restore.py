@@ -190,12 +190,12 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
     owners = _owners_of(collection, spec, table)
     fit = _fitter(source, spec, table, taken, now)
 
-    def of_shard(shard: int) -> Iterator[Records]:
+    def read_shard(shard: int) -> Iterator[Records]:
         wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
         if wanted is None or wanted.any():
             yield from map(fit, source.records(name, wanted))
 
-    num_placed = place_records(op, collection, s, number, held, of_shard)
+    num_placed = place_records(op, collection, s, number, held, read_shard)
     saved = source.manifest["tables"][name]["num_rows"]
     with processes.fail_together(op):
         if num_placed != saved:

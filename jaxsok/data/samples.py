@@ -305,7 +305,7 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     role = "floats" if pa.types.is_floating(kind) else "keys"
-    numbers, lengths = adapters.of_arrow(column, f'ArrowSource: column "{name}"', role)
+    numbers, lengths = adapters.unpack_arrow(column, f'ArrowSource: column "{name}"', role)
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 

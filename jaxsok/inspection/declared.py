@@ -66,14 +66,14 @@ def read_spec(path: str | os.PathLike[str]) -> Declared:
     if not path.is_file():
         raise FileNotFoundError(f"estimate: {path}: got no such file, wanted a .py, .toml or .json file of tables.")
     if path.suffix == ".py":
-        return _of_python(path)
+        return _read_python(path)
     if path.suffix not in (".toml", ".json"):
         raise ValueError(f"estimate: {path}: got a file named *{path.suffix}, wanted .py, .toml or .json.")
     try:
         data = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # of both parsers, and of text that is none
         raise ValueError(f"estimate: {path}: got no {path.suffix[1:].upper()}: {error}.") from error
-    return _of_data(_Place(str(path)), data)
+    return _read_data(_Place(str(path)), data)
 
 
 def read_batches(
@@ -108,7 +108,7 @@ def read_batches(
         yield {name: array[begin : begin + num_samples] for name, array in arrays.items()}
 
 
-def _of_python(path: pathlib.Path) -> Declared:
+def _read_python(path: pathlib.Path) -> Declared:
     try:
         names = runpy.run_path(str(path), run_name="jaxsok_spec")
     except Exception as error:
@@ -185,7 +185,7 @@ class _Place:
         return self.make(known[name], defaults | arguments)
 
 
-def _of_data(place: _Place, data: Any) -> Declared:
+def _read_data(place: _Place, data: Any) -> Declared:
     fields = place.fields(data, ("tables", "features", "exchange"))
     tables = [_table(at, table) for at, table in (place / "tables").items(fields.get("tables"))]
     if not tables:

@@ -79,7 +79,7 @@ def _head(path: pathlib.Path, num_bytes: int) -> bytes:
         return file.read(num_bytes)
 
 
-def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
+def _find_saved(path: pathlib.Path) -> list[pathlib.Path]:
     """Finds folders of saved tables: the path itself, or below an Orbax step or its manager's last step."""
     if _has_manifest(path):
         return [path]
@@ -107,7 +107,7 @@ def _has_manifest(path: pathlib.Path) -> bool:
 
 
 def _open_saved(path: pathlib.Path) -> Opened | None:
-    folders = _saved_folders(path)
+    folders = _find_saved(path)
     if not folders:
         return None
     if len(folders) > 1:
@@ -122,7 +122,7 @@ def _open_saved(path: pathlib.Path) -> Opened | None:
     facts = {name: saved[name] for name in names if saved.get(name) not in (None, "")}
     if folder != path:
         facts = {"folder": str(folder.relative_to(path)), **facts}
-    tables = {name: functools.partial(_saved_records, source, name) for name in saved["tables"]}
+    tables = {name: functools.partial(_read_saved, source, name) for name in saved["tables"]}
     table_facts = {}
     for name, table in saved["tables"].items():
         counts = {
@@ -135,7 +135,7 @@ def _open_saved(path: pathlib.Path) -> Opened | None:
     return Opened("jaxsok", tables, facts, table_facts, saved["clock"])
 
 
-def _saved_records(source: Source, table: str) -> Iterator[Records]:
+def _read_saved(source: Source, table: str) -> Iterator[Records]:
     """Reads the rows of a table, after an empty chunk that shows dim, dtype and state where there are no rows."""
     form = source.form(table)
     statistics = np.empty(0, np.uint32) if form.statistics else None

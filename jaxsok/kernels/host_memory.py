@@ -18,7 +18,7 @@ class HostBytes:
     """Zeros, uint8[num_rows, width], which `jax.dlpack.from_dlpack` takes over; RuntimeError: no memory, says why."""
 
     def __init__(self, platform: str, ordinal: int, num_rows: int, width: int):
-        self._library = library.of_platform(platform)
+        self._library = library.load_for(platform)
         self._device = _TYPES[platform], ordinal
         tensor = ctypes.c_void_p()
         error = self._library.JaxsokHostMemoryNew(ordinal, num_rows, width, ctypes.byref(tensor))

@@ -117,14 +117,14 @@ def load_cuda() -> ctypes.CDLL:
     return _load("cuda")
 
 
-def of_platform(platform: str) -> ctypes.CDLL:
+def load_for(platform: str) -> ctypes.CDLL:
     """Returns the library of a platform's devices: "cpu" or "gpu"."""
     return load_cpu() if platform == "cpu" else load_cuda()
 
 
 @functools.cache
 def _register_on(platform: str) -> None:
-    library = of_platform(platform)
+    library = load_for(platform)
     for target, symbol in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform=platform)
 

@@ -18,12 +18,12 @@ def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], mo
     """Names the groups of devices (ordinals by shard) that exchange; RuntimeError: they cannot reach each other."""
     ordinals = np.asarray(groups, np.int32)
     pointer = ordinals.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-    _check("open", library.of_platform(platform).JaxsokWindowOpen(number, *ordinals.shape, pointer, most_seconds))
+    _check("open", library.load_for(platform).JaxsokWindowOpen(number, *ordinals.shape, pointer, most_seconds))
 
 
 def reserve(platform: str, number: int, num_bytes: int) -> None:
     """Makes sure of windows that receive this many bytes in an exchange. RuntimeError: a device has no room."""
-    error = library.of_platform(platform).JaxsokWindowReserve(number, num_bytes)
+    error = library.load_for(platform).JaxsokWindowReserve(number, num_bytes)
     _check(f"reserve: num_bytes: got {num_bytes}", error)
 
 
@@ -33,14 +33,14 @@ HANDLE_BYTES = 64
 
 def room(platform: str, number: int) -> int:
     """Returns the bytes that a shard can receive in one exchange."""
-    return library.of_platform(platform).JaxsokWindowRoom(number)
+    return library.load_for(platform).JaxsokWindowRoom(number)
 
 
 class Growth:
     """The steps by which several processes add larger windows; they wait for each other after each of them."""
 
     def __init__(self, platform: str, number: int):
-        self._library, self._number = library.of_platform(platform), number
+        self._library, self._number = library.load_for(platform), number
 
     def take(self, num_bytes: int, num_windows: int) -> bytes:
         """Makes the next windows; returns their handles, zeros for those of other processes."""
@@ -59,7 +59,7 @@ class Growth:
 
 def window_bytes(platform: str, number: int) -> int:
     """Returns the bytes that a device's windows take."""
-    return library.of_platform(platform).JaxsokWindowBytes(number)
+    return library.load_for(platform).JaxsokWindowBytes(number)
 
 
 def _check(what: str, error: bytes | None) -> None:

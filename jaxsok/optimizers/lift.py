@@ -149,7 +149,7 @@ class Lifted(Optimizer):
             ) from None
         self._form(_A_DIM)
         try:
-            program.compiled(self, _A_DIM)
+            program.compile_row_program(self, _A_DIM)
         except program.NotARowProgram as error:
             found = str(error).rpartition("step_row: ")[2].rstrip(".")
             remedy = "Use a fused optimizer of jaxsok.optim, or a transformation made of these"

@@ -104,12 +104,12 @@ class NotARowProgram(ValueError):
 
 
 @functools.lru_cache(maxsize=1024)
-def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
+def compile_row_program(optimizer: Optimizer, dim: int) -> RowProgram:
     """Compiles an optimizer's step for rows of `dim` numbers; NotARowProgram names what it cannot run, and a remedy.
 
     Example:
       >>> from jaxsok import optim
-      >>> print(compiled(optim.sgd(0.5), 8))
+      >>> print(compile_row_program(optim.sgd(0.5), 8))
       r0 = multiply_subtract s0, r0, r1
       row = output r0
     """

@@ -22,7 +22,7 @@ import programs
 import pyarrow as pa
 import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
-from waiting import ended, free_port
+from waiting import free_port, wait_for_end
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
@@ -288,7 +288,7 @@ def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeyp
     monkeypatch.setattr(os, "rename", rename)
     checkpoint.export_full(tmp_path / "full", collection, state)
     assert sorted(done[:2]) == ["store_0000.process_00000.bloom", "table_0000.process_00000.arrow"]
-    assert [re.sub("[0-9a-f]{16}", "<token>", one) for one in done[2:]] == [
+    assert [re.sub("[0-9a-f]{16}", "<token>", line) for line in done[2:]] == [
         "manifest.process_00000.json",
         "manifest.json.writing",
         "manifest.json.writing -> manifest.json",
@@ -342,10 +342,10 @@ def test_another_optimizer_is_refused_unless_it_is_meant(eight, saved):
         (optim.adamw(0.1, weight_decay=0.1), "matching", ("m", "v")),
         (optim.adam(0.2), "initial", ()),
     ):
-        one = other(optimizer)
-        got = content(one, restore(saved, one, optimizer_state=mode, **chosen))
+        target = other(optimizer)
+        got = content(target, restore(saved, target, optimizer_state=mode, **chosen))
         assert_same(got, want, names=["user.keys", "user.rows", "item.keys", "item.rows", "user.statistics"])
-        for piece in one.stores[0].state_specs:
+        for piece in target.stores[0].state_specs:
             name = f"user.state.{piece.name}"
             assert (got[name] == (want[name] if piece.name in kept else piece.initial_value)).all(), (name, mode)
 
@@ -668,7 +668,7 @@ def test_batches_tell_their_partitions(saved):
 # Killed processes -----------------------------------------------------------------------------------------------------
 
 
-def killed(folder, times, seed):
+def kill_savers(folder, times, seed):
     """Kills a process that saves in a loop, `times` times; the files are read after each kill."""
     collection = cases.counting()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
@@ -699,13 +699,13 @@ def killed(folder, times, seed):
 
 
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    steps, _ = killed(tmp_path, 4, seed=1)
+    steps, _ = kill_savers(tmp_path, 4, seed=1)
     assert steps[0] >= 1 and steps[-1] >= 4
 
 
 @pytest.mark.slow
 def test_fifty_deaths(tmp_path):
-    steps, unfinished = killed(tmp_path, 50, seed=2)
+    steps, unfinished = kill_savers(tmp_path, 50, seed=2)
     assert steps[-1] >= 50 and unfinished >= 5
 
 
@@ -822,7 +822,7 @@ def test_two_processes(tmp_path):
                     stderr=errors,
                 )
             )
-    codes = ended(processes, tmp_path, timeout_s=180)
+    codes = wait_for_end(processes, tmp_path, timeout_s=180)
     assert codes == [0, 0], [(tmp_path / f"{n}.err").read_text()[-2500:] for n in range(2)]
 
     def union(name):
@@ -844,7 +844,7 @@ def test_two_processes(tmp_path):
         other = collection_of(tables_of(capacity=30), num_devices)
         with ocp.CheckpointManager(tmp_path / "manager") as manager:
             state = manager.restore(5, args=ocp.args.Composite(tables=TablesRestore(other)))["tables"]
-        for one in (state, checkpoint.load([tmp_path / "full", tmp_path / "delta"], other)):
-            got = {name: cases.bits(values) for name, values in content(other, one).items()}
+        for restored in (state, checkpoint.load([tmp_path / "full", tmp_path / "delta"], other)):
+            got = {name: cases.bits(values) for name, values in content(other, restored).items()}
             assert_same(got, want)
-            assert int(one.step) == 5
+            assert int(restored.step) == 5

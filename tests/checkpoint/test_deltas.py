@@ -168,7 +168,7 @@ def test_a_link_that_is_lost_is_named(chain, tmp_path):
         checkpoint.load(tmp_path / "alone", collection_of(tables_of(), 2))
 
 
-def resealed(folder, **values):
+def reseal(folder, **values):
     """Writes other values into a manifest, with a valid checksum."""
     path = folder / "manifest.json"
     whole = {**json.loads(path.read_text()), **values}
@@ -186,7 +186,7 @@ def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, m
         lambda path: folders.open_table(path, table="user", dim=cases.DIM),
     )
 
-    def refused(path, message):
+    def expect_refusal(path, message):
         for read in readers:
             with pytest.raises(ValueError, match=message):
                 read(path)
@@ -197,18 +197,20 @@ def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, m
     # "first" is named "full" now, and so is its base: the folder itself.
     full.rename(tmp_path / "elsewhere")
     first.rename(full)
-    refused(full, r'got the delta ".*full", which rests on .* "/.*full", where it was, .*: a folder was renamed')
+    expect_refusal(full, r'got the delta ".*full", which rests on .* "/.*full", where it was, .*: a folder was renamed')
     assert checkpoint.load([tmp_path / "elsewhere", full, second], collection).step == 5
     full.rename(first)
     (tmp_path / "elsewhere").rename(full)
     # Two deltas are each other's base; one delta is its own base.
-    ours = resealed(second)
-    theirs = resealed(first, base=ours, base_path="second")
-    refused(second, r'got ".*second", whose bases lead in a circle or through more than 10000 deltas, .* wanted a full')
-    resealed(first, base=theirs, base_path="first")
-    refused(first, r'got ".*first", whose bases lead in a circle')
-    resealed(first, base=theirs, base_path="/etc")
-    refused(first, r'file ".*first/manifest.json", base_path: got \'/etc\', wanted a relative path; ')
+    ours = reseal(second)
+    theirs = reseal(first, base=ours, base_path="second")
+    expect_refusal(
+        second, r'got ".*second", whose bases lead in a circle or through more than 10000 deltas, .* wanted a full'
+    )
+    reseal(first, base=theirs, base_path="first")
+    expect_refusal(first, r'got ".*first", whose bases lead in a circle')
+    reseal(first, base=theirs, base_path="/etc")
+    expect_refusal(first, r'file ".*first/manifest.json", base_path: got \'/etc\', wanted a relative path; ')
     monkeypatch.setattr("jaxsok.checkpoint.chain.MOST_LINKS", 2)
     with pytest.raises(ValueError, match="through more than 2 deltas"):
         checkpoint.load(paths[2], collection)
@@ -235,7 +237,7 @@ def small(tmp_path_factory):
     return folder, collection
 
 
-def walked(folder):
+def read_all(folder):
     """Reads everything that a folder of saved tables describes."""
     source = Source.of("walked", folder)
     names = list(source.manifest["tables"])
@@ -244,8 +246,8 @@ def walked(folder):
         for _ in itertools.chain(source.records(name), source.waiting_keys(name)):
             pass
         store, entry = source.store_of(name)
-        for one in entry["globals"]:
-            manifest.array_from_json(one)
+        for item in entry["globals"]:
+            manifest.array_from_json(item)
         if source.manifest["bloom"] and sum(size for _, size in entry["bloom_segments"]):
             source.bloom(store, 0)
     inspection.inspect(folder)
@@ -254,9 +256,9 @@ def walked(folder):
 def places_in(value, path=()):
     """Yields the paths of all values in JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, one in items:
+    for name, item in items:
         yield (*path, name)
-        yield from places_in(one, (*path, name))
+        yield from places_in(item, (*path, name))
 
 
 BOMB = base64.b64encode(zlib.compress(bytes(1 << 28))).decode()  # 340 KiB of text, 256 MiB of zeros
@@ -288,7 +290,7 @@ def changes(draw):
     return draw(st.integers(0, 10**6)), kind, draw(st.sampled_from(JUNK) | st.integers(-3, 5000))
 
 
-def changed(whole, change):
+def change_manifest(whole, change):
     """Returns a manifest with a change."""
     place, kind, value = change
     whole = copy.deepcopy(whole)
@@ -321,7 +323,7 @@ def read_or_refused(folder, read):
         tracemalloc.stop()
 
 
-def copied(path):
+def link_copy(path):
     """Copies a folder as links to its files; only the manifest is a separate file."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="changed"))
     for file in path.iterdir():
@@ -337,14 +339,14 @@ def copied(path):
 @hypothesis.settings(max_examples=150)
 def test_manifests_with_other_values_are_read_or_refused(small, kind, some):
     """Although the checksum is valid, every error names the file and the expected value."""
-    folder = copied(small[0] / kind)
+    folder = link_copy(small[0] / kind)
     try:
         whole = json.loads((folder / "manifest.json").read_text())
         whole.pop("checksum")
         for change in some:
-            whole = changed(whole, change)
+            whole = change_manifest(whole, change)
         (folder / "manifest.json").write_text(manifest._seal(whole))
-        read_or_refused(folder, lambda: walked(folder))
+        read_or_refused(folder, lambda: read_all(folder))
     finally:
         shutil.rmtree(folder)
 
@@ -356,11 +358,11 @@ def test_manifests_with_other_values_are_read_or_refused(small, kind, some):
 def test_manifests_with_other_values_are_loaded_or_refused(small, kind, change):
     """Loading into a state refuses the same manifests."""
     parent, collection = small
-    folder = copied(parent / kind)
+    folder = link_copy(parent / kind)
     try:
         whole = json.loads((folder / "manifest.json").read_text())
         whole.pop("checksum")
-        (folder / "manifest.json").write_text(manifest._seal(changed(whole, change)))
+        (folder / "manifest.json").write_text(manifest._seal(change_manifest(whole, change)))
         path = [parent / "full", folder] if kind == "delta" else folder
         try:
             checkpoint.load(path, collection)
@@ -373,14 +375,14 @@ def test_manifests_with_other_values_are_loaded_or_refused(small, kind, change):
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=100)
 def test_manifests_with_other_bytes_are_refused(small, data):
-    folder = copied(small[0] / "delta")
+    folder = link_copy(small[0] / "delta")
     try:
         path = folder / "manifest.json"
         whole = path.read_bytes()
         begin = data.draw(st.integers(0, len(whole)))
         piece = data.draw(st.binary(max_size=20))
         path.write_bytes(whole[:begin] + piece + whole[begin + data.draw(st.sampled_from([0, 1, len(piece), 64])) :])
-        if read_or_refused(folder, lambda: walked(folder)):
+        if read_or_refused(folder, lambda: read_all(folder)):
             assert json.loads(path.read_bytes()) == json.loads(whole)
     finally:
         shutil.rmtree(folder)
@@ -457,13 +459,13 @@ def test_what_fails_in_a_delta_leaves_a_state(chain, monkeypatch, kind):
     assert_same(content(other, state), held[1][0], names=["user.keys", "user.rows", "item.keys", "item.rows"])
 
 
-def capped(num_devices=None):
+def declare_capped(num_devices=None):
     """Returns a collection whose table is full and evicts."""
     options = {"capacity": 64, "max_capacity": 64, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
     return collection_of([jaxsok.TableSpec("item", 2, cases.ADAM, **options)], num_devices)
 
 
-def seen(collection, state, keys):
+def run_step(collection, state, keys):
     """Runs a step on some keys, after making room for them."""
     features = collection.batch({"item": np.asarray(keys, np.uint64)}).features
     state = collection.grow(state, features)
@@ -472,13 +474,13 @@ def seen(collection, state, keys):
 
 def test_a_full_table_that_evicts(tmp_path):
     """Removed rows leave first, so the delta of a table that stays at its cap has room."""
-    collection = capped()
+    collection = declare_capped()
     state = collection.init(seed=0)
     for keys in (np.arange(20), np.arange(20, 40), np.arange(40, 60)):
-        state = seen(collection, state, keys)
+        state = run_step(collection, state, keys)
     checkpoint.export_full(tmp_path / "full", collection, state)
     for start in range(100, 200, 10):
-        state = seen(collection, state, np.arange(start, start + 10))
+        state = run_step(collection, state, np.arange(start, start + 10))
     delta = checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
     assert delta.num_tombstones["item"] + delta.num_rows["item"] > 64
     want = content(collection, state)
@@ -490,22 +492,22 @@ def test_a_full_table_that_evicts(tmp_path):
 
 def test_a_full_table_that_evicts_on_fewer_devices(tmp_path, caplog):
     """Eight shards hold more rows than one may, since hashes are uneven; the next step evicts down to its bound."""
-    eight, fewer = capped(8), capped()
+    eight, fewer = declare_capped(8), declare_capped()
     state = eight.init(seed=0)
     for start in range(0, 96, 8):
-        state = seen(eight, state, np.arange(start, start + 8))
+        state = run_step(eight, state, np.arange(start, start + 8))
     assert eight.num_rows(state) == {"item": 96}
     checkpoint.export_full(tmp_path / "full", eight, state)
-    state = seen(eight, state, np.arange(96, 104))
+    state = run_step(eight, state, np.arange(96, 104))
     checkpoint.export_delta(tmp_path / "delta", eight, state, tmp_path / "full")
     loaded = checkpoint.load(tmp_path / "delta", fewer)
     assert_same(content(fewer, loaded), content(eight, state))
     assert "max_capacity: got " in caplog.text and "the next call of grow evicts" in caplog.text
-    loaded = seen(fewer, loaded, np.arange(200, 208))
+    loaded = run_step(fewer, loaded, np.arange(200, 208))
     assert 16 <= fewer.num_rows(loaded)["item"] <= 64
     assert loaded.stores[0].capacity > 64  # at most 64 of these rows are used
     for start in range(208, 240, 8):
-        loaded = seen(fewer, loaded, np.arange(start, start + 8))
+        loaded = run_step(fewer, loaded, np.arange(start, start + 8))
         assert fewer.num_rows(loaded)["item"] <= 64
     kept = np.asarray(fewer.export_table(loaded, "item")["keys"])
     assert np.isin(np.arange(208, 240), kept).all()
@@ -524,7 +526,7 @@ def test_a_delta_on_a_checkpoint(tmp_path):
     assert_same(content(collection, again), content(collection, state))
 
 
-def saved_by(collection, state, path):
+def save_with(collection, state, path):
     """Saves a checkpoint without a manager."""
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(path, args=checkpoint.TablesSave(collection, state))
     return path
@@ -542,7 +544,7 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
     collection = two(num_devices)
     state = train(collection, collection.init(seed=1), 1)
     first = checkpoint.export_full(tmp_path / "first", collection, state)
-    saved = saved_by(collection, state, tmp_path / "saved")
+    saved = save_with(collection, state, tmp_path / "saved")
     # The steps are equal, so only the lineage shows what was done in between.
     checkpoint.export_delta(tmp_path / "second", collection, state, first.path)
     state = train(collection, state, 1)
@@ -557,7 +559,7 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
         checkpoint.export_delta(path, collection, state, base)
         assert_same(content(collection, checkpoint.load(path, collection)), content(collection, state))
     # The same holds when that lineage is lost too.
-    again = saved_by(collection, state, tmp_path / "again")
+    again = save_with(collection, state, tmp_path / "again")
     other = train(collection, state, 1)
     checkpoint.export_delta(tmp_path / "gone", collection, other, tmp_path / "good1")
     state = train(collection, checkpoint.load(again, collection), 2)
@@ -736,7 +738,7 @@ def test_what_is_not_published_is_not_read(tmp_path):
     assert inspection.inspect(tmp_path).facts["folder"] == "full"
     npz.save(collection, state, tmp_path / "files", ["user"])
     shutil.copy(tmp_path / "files" / "user.npz", tmp_path / "files" / "item.npz.0badcafe.partial")
-    assert [one.name for one in inspection.inspect(tmp_path / "files").tables] == ["user"]
+    assert [table.name for table in inspection.inspect(tmp_path / "files").tables] == ["user"]
 
 
 def test_some_tables_for_serving(chain):

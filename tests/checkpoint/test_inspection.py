@@ -35,7 +35,7 @@ SGD = jaxsok.optim.sgd(0.1)
 # Reports -------------------------------------------------------------------------------------------------------------
 
 
-def drawn(seed, num_rows, dim=3, dtype=np.float32, most=2**32):
+def draw_records(seed, num_rows, dim=3, dtype=np.float32, most=2**32):
     """Draws records from a seed, with zeros and non-finite rows among them."""
     draw = np.random.default_rng(seed)
     rows = (draw.normal(size=(num_rows, dim)) * np.exp(3 * draw.normal(size=(num_rows, 1)))).astype(dtype)
@@ -70,7 +70,7 @@ def check_norms(found, rows):
         exact = np.quantile(finite, share, method="inverted_cdf")
         assert value == pytest.approx(exact, rel=0.006, abs=0), share
     above = finite[finite > 0]
-    assert sum(one.num for one in found.bins) == above.size and len(found.bins) <= 16
+    assert sum(octave.num for octave in found.bins) == above.size and len(found.bins) <= 16
     for low, high, num in found.bins:
         # A norm on an edge may fall on either side.
         least = ((above >= low * (1 + 1e-9)) & (above < high * (1 - 1e-9))).sum()
@@ -85,9 +85,9 @@ def octaves(values):
     return {(0, 1) if n == 0 else (2 ** (n - 1), 2**n): lengths.count(n) for n in set(lengths)}
 
 
-def filled(bins):
+def non_empty(bins):
     """Returns the bins that are not empty."""
-    return {(one.low, one.high): one.num for one in bins if one.num}
+    return {(octave.low, octave.high): octave.num for octave in bins if octave.num}
 
 
 @given(
@@ -98,7 +98,7 @@ def filled(bins):
 )
 def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
     """Reports agree with NumPy for any number of rows, in any chunks."""
-    records = drawn(seed, num_rows, most=most)
+    records = draw_records(seed, num_rows, most=most)
     found = inspection.report(split(records, places), name="user")
     assert (found.name, found.num_rows, found.dim, found.dtype) == ("user", num_rows, 3, "float32")
     assert found.num_bytes == num_rows * (8 + 12 + 16 + 8)
@@ -112,36 +112,36 @@ def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
     for name, norms in found.states.items():
         check_norms(norms, records.state[name])
 
-    uses = [int(one) for one in records.frequency]
+    uses = [int(count) for count in records.frequency]
     assert found.uses.num_uses == sum(uses) and found.uses.num_unused == uses.count(0)
-    assert filled(found.uses.bins) == octaves(uses)
+    assert non_empty(found.uses.bins) == octaves(uses)
     if sum(uses):
         top = sorted(uses, reverse=True)[: math.ceil(num_rows * 0.01)]
         assert found.uses.share_of_top == pytest.approx(sum(top) / sum(uses), rel=1e-3)
     else:
         assert math.isnan(found.uses.share_of_top)
 
-    steps = [int(one) for one in records.last_step]
+    steps = [int(step) for step in records.last_step]
     if steps:
         assert (found.ages.first_step, found.ages.last_step, found.ages.clock) == (min(steps), max(steps), max(steps))
         width = found.ages.resolution
         assert width & (width - 1) == 0 and max(steps) < 2**16 * width and (width == 1 or max(steps) >= 2**15 * width)
         ages = [max(0, max(steps) - (step // width * width + width - 1)) for step in steps]
-        assert filled(found.ages.bins) == octaves(ages)
+        assert non_empty(found.ages.bins) == octaves(ages)
 
 
 def test_ages_are_counted_from_the_clock():
     """Ages count from the given clock, which may lie behind the last use; its default is the last use."""
     records = Records(np.arange(4, dtype=np.uint64), np.ones((4, 1), np.float32), last_step=np.uint32([3, 9, 10, 12]))
     ages = inspection.report([records], clock=11).ages
-    assert ages.clock == 11 and filled(ages.bins) == {(0, 1): 1, (1, 2): 1, (2, 4): 1, (8, 16): 1}
+    assert ages.clock == 11 and non_empty(ages.bins) == {(0, 1): 1, (1, 2): 1, (2, 4): 1, (8, 16): 1}
     assert inspection.report([records]).ages.clock == 12
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_rows_of_other_dtypes(dtype):
     """Norms are taken in float64, where no square of a finite number overflows."""
-    records = drawn(5, 300, dim=7, dtype=dtype)
+    records = draw_records(5, 300, dim=7, dtype=dtype)
     found = inspection.report([records])
     assert found.dtype == np.dtype(dtype).name
     check_norms(found.norms, records.rows)
@@ -157,7 +157,7 @@ def test_very_large_and_very_small_rows_are_finite():
 
 def test_only_what_every_chunk_has_is_reported():
     """Statistics or state that only some chunks have are left out of the report."""
-    whole = drawn(1, 20)
+    whole = draw_records(1, 20)
     part = Records(whole.keys, whole.rows, {"m": whole.state["m"]})
     found = inspection.report([whole, part])
     assert list(found.states) == ["m"] and found.uses is None and found.ages is None
@@ -166,14 +166,14 @@ def test_only_what_every_chunk_has_is_reported():
 
 def test_chunks_of_unlike_tables_are_refused():
     """Chunks with two dims or two dtypes are refused."""
-    for other in (drawn(1, 5, dim=4), drawn(1, 5, dtype=np.float16)):
+    for other in (draw_records(1, 5, dim=4), draw_records(1, 5, dtype=np.float16)):
         with pytest.raises(ValueError, match=r'table "user": .* wanted one dim and dtype'):
-            inspection.report([drawn(1, 5), other], name="user")
+            inspection.report([draw_records(1, 5), other], name="user")
 
 
 def test_nothing_at_all():
     """A report of no chunk or no row is empty."""
-    for chunks in ([], [drawn(1, 0)]):
+    for chunks in ([], [draw_records(1, 0)]):
         found = inspection.report(chunks, name="user")
         assert found.num_rows == 0 and "0 rows" in str(found)
         assert json.loads(json.dumps(found.to_json(), allow_nan=False))["norms"]["min"] is None
@@ -185,8 +185,8 @@ def test_chunks_are_let_go():
 
     def chunks():
         for seed in range(20):
-            assert sum(one() is not None for one in seen) <= 1
-            chunk = drawn(seed, 50)
+            assert sum(reference() is not None for reference in seen) <= 1
+            chunk = draw_records(seed, 50)
             seen.append(weakref.ref(chunk))
             yield chunk
 
@@ -195,15 +195,15 @@ def test_chunks_are_let_go():
 
 def test_text_and_json_tell_the_same():
     """Every printed number is in the JSON."""
-    records = drawn(3, 500, most=1000)
+    records = draw_records(3, 500, most=1000)
     found = inspection.report([records], name="user")
     text, data = str(found), json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert 'table "user": 500 rows of 3 float32, state m (3), v (1)' in text
     assert f"{found.num_negative:,} negative" in text
     assert f"{found.norms.num_nonfinite}" in text and f"{found.uses.share_of_top:.1%}" in text
     assert data["num_rows"] == 500 and data["norms"]["quantiles"]["0.5"] == found.norms.quantiles[0.5]
-    assert sum(one["num"] for one in data["uses"]["bins"]) == 500
-    longest = max(found.uses.bins, key=lambda one: one.num)
+    assert sum(octave["num"] for octave in data["uses"]["bins"]) == 500
+    longest = max(found.uses.bins, key=lambda octave: octave.num)
     bars = {line.split()[-2]: line.count("#") for line in text.splitlines() if line.endswith("#")}
     assert bars[f"{longest.num:,}"] == 40
 
@@ -229,7 +229,7 @@ def test_reports_are_drawn(tmp_path, end):
     """Tables are drawn with all histograms, with some, and without rows."""
     pytest.importorskip("matplotlib")
     bare = Records(np.arange(3, dtype=np.uint64), np.zeros((3, 2), np.float32))
-    reports = [inspection.report([records]) for records in (drawn(1, 100), bare, drawn(1, 0))]
+    reports = [inspection.report([records]) for records in (draw_records(1, 100), bare, draw_records(1, 0))]
     inspection.draw_reports(reports, tmp_path / f"tables{end}")
     assert (tmp_path / f"tables{end}").read_bytes().startswith(MAGIC[end])
 
@@ -239,7 +239,7 @@ def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
     figure_of = pytest.importorskip("matplotlib.figure").Figure
     figures = []
     monkeypatch.setattr(figure_of, "savefig", lambda figure, path: figures.append(figure))
-    found = inspection.report([drawn(1, 100)], name="user")
+    found = inspection.report([draw_records(1, 100)], name="user")
     inspection.draw_reports([found], tmp_path / "a.png")
     panels = figures[0].axes
     assert len(panels) == 5 and "user: 100 rows" in panels[0].get_title(loc="left")
@@ -248,7 +248,7 @@ def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
         (found.norms.bins, found.states["m"].bins, found.states["v"].bins, found.uses.bins, found.ages.bins),
         strict=True,
     ):
-        assert [bar.get_height() for bar in axes.patches] == [one.num for one in bins]
+        assert [bar.get_height() for bar in axes.patches] == [octave.num for octave in bins]
     estimate = jaxsok.memory_estimate([jaxsok.TableSpec("user", 64, SGD, capacity=2**20)])
     inspection.draw_estimate(estimate, tmp_path / "b.png")
     (axes,) = figures[1].axes
@@ -297,11 +297,11 @@ def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure = pictures._figure((3 * 3.4, 2.6))  # the size for a table with three panels
-    one = counts.Magnitudes()
-    one.add(RANGES[name])
+    magnitudes = counts.Magnitudes()
+    magnitudes.add(RANGES[name])
     all_axes = figure.subplots(1, 3)
     for axes in all_axes:
-        pictures._bars(axes, one.bins(), "black")
+        pictures._bars(axes, magnitudes.bins(), "black")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     low, high = all_axes[0].get_xlim()
@@ -316,7 +316,7 @@ def test_without_matplotlib_a_picture_is_refused(tmp_path, monkeypatch):
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        inspection.draw_reports([inspection.report([drawn(1, 5)])], tmp_path / "a.png")
+        inspection.draw_reports([inspection.report([draw_records(1, 5)])], tmp_path / "a.png")
 
 
 # Kinds of files ------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def two_tables():
     return jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
 
 
-def trained(collection, num_steps=3):
+def train_steps(collection, num_steps=3):
     """Trains some steps and gives row i of the first table frequency 2 * i + 1 and last step i."""
     state = collection.init(seed=0)
     for i in range(num_steps):
@@ -227,7 +227,7 @@ def test_an_export(tmp_path):
     from jaxsok import checkpoint
 
     collection = two_tables()
-    state = trained(collection)
+    state = train_steps(collection)
     checkpoint.export_full(tmp_path / "monday", collection, state)
     found = inspection.inspect(tmp_path / "monday")
     check_saved(found, collection, state)
@@ -243,7 +243,7 @@ def test_an_orbax_checkpoint(tmp_path):
     collection = two_tables()
     with ocp.CheckpointManager(tmp_path / "root", item_names=("tables",)) as manager:
         for num_steps in (1, 3):
-            state = trained(collection, num_steps)
+            state = train_steps(collection, num_steps)
             manager.save(num_steps, args=ocp.args.Composite(tables=checkpoint.TablesSave(collection, state)))
         manager.wait_until_finished()
     check_saved(inspection.inspect(tmp_path / "root"), collection, state)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_cases import INITIALIZERS, TRACED, untrained
+from serving_cases import INITIALIZERS, TRACED, declare_untrained
 
 import jaxsok
 from jaxsok.checkpoint.saved import Source
@@ -51,7 +51,7 @@ def numbers(keys, width, what, dtype=np.float32):
     return np.array(line, np.float32).reshape(len(keys), width).astype(dtype)
 
 
-def made(keys, dim=3, states=(), dtype=np.float32, statistics=False):
+def make_records(keys, dim=3, states=(), dtype=np.float32, statistics=False):
     """Makes records of some keys."""
     keys = np.array(keys, np.uint64)
     state = {name: numbers(keys, width, name) for name, width in dict(states).items()}
@@ -70,12 +70,12 @@ def split(records, sizes):
 def by_key(chunks):
     """Returns the values of each key as plain Python."""
     content = {}
-    for one in chunks:
-        for i, key in enumerate(one.keys.tolist()):
+    for chunk in chunks:
+        for i, key in enumerate(chunk.keys.tolist()):
             assert key not in content
-            state = {name: array[i].tolist() for name, array in one.state.items()}
-            kept = [None if array is None else int(array[i]) for array in (one.last_step, one.frequency)]
-            content[key] = (one.rows[i].tolist(), one.rows.dtype.name, state, *kept)
+            state = {name: array[i].tolist() for name, array in chunk.state.items()}
+            kept = [None if array is None else int(array[i]) for array in (chunk.last_step, chunk.frequency)]
+            content[key] = (chunk.rows[i].tolist(), chunk.rows.dtype.name, state, *kept)
     return content
 
 
@@ -130,7 +130,7 @@ STATES = st.sampled_from([{}, {"m": 3}, {"m": 3, "v": 1}])
 def tables(draw, dtypes=(np.float16, BFLOAT16, np.float32, np.float64), least=0):
     """Draws records, their chunks, and the number of rows to read at once."""
     keys = draw(st.lists(KEYS, unique=True, min_size=least, max_size=12))
-    records = made(keys, 3, draw(STATES), draw(st.sampled_from(dtypes)), draw(st.booleans()))
+    records = make_records(keys, 3, draw(STATES), draw(st.sampled_from(dtypes)), draw(st.booleans()))
     return records, draw(st.lists(st.integers(0, 5), max_size=4)), draw(st.one_of(st.none(), st.integers(1, 5)))
 
 
@@ -149,10 +149,10 @@ def test_what_is_written_is_read(form, table):
     with folder() as path:
         assert write(path / "t", split(records, sizes)) == records.num_rows
         result = read(path / "t", chunk_rows=at_once)
-        assert [one.name for one in path.iterdir()] == ["t"]
+        assert [child.name for child in path.iterdir()] == ["t"]
         assert result.num_rows == records.num_rows and by_key(result) == by_key([records])
-        assert [key for one in result for key in one.keys] == list(records.keys)
-        assert all(0 <= one.num_rows <= (at_once or 12) for one in result)
+        assert [key for chunk in result for key in chunk.keys] == list(records.keys)
+        assert all(0 <= chunk.num_rows <= (at_once or 12) for chunk in result)
 
 
 @hypothesis.given(table=tables(least=1), hotness=st.booleans())
@@ -160,7 +160,7 @@ def test_hps_round_trip(table, hotness):
     """Rows are float32; the frequency is the only statistic that can be written."""
     records, sizes, at_once = table
     hotness = hotness and records.frequency is not None
-    wanted = made(records.keys, 3)
+    wanted = make_records(records.keys, 3)
     frequency = records.frequency if hotness else None
     wanted = Records(wanted.keys, wanted.rows, frequency=frequency)
     with folder() as path:
@@ -198,7 +198,7 @@ def test_sok_files_of_every_dtype_are_read(tmp_path, name, code):
     """Files of an independent writer have blank or real names, every dtype of keys and rows, and unordered keys."""
     keys = [9, 4, 2**31 - 2, 0] if code in (0, 2) else [9, 2**62, 4, 0]
     for rows_code, dtype in {4: np.float16, 5: np.float32, 6: np.float64}.items():
-        wanted = made(keys, 2, {"m": 2, "v": 2}, dtype)
+        wanted = make_records(keys, 2, {"m": 2, "v": 2}, dtype)
         put(tmp_path / "user_age_0-key", sok_bytes(0, code, np.array(keys, np.uint64), name))
         put(tmp_path / "user_age_0-weight", sok_bytes(1, rows_code, wanted.rows, name))
         for slot in ("m", "v"):
@@ -215,7 +215,7 @@ def test_negative_keys_keep_their_bits(tmp_path):
         put(tmp_path / "t-weight", sok_bytes(1, 5, [[1.0]]))
         (chunk,) = sok.read_sok(tmp_path, "t", dim=1)
         assert chunk.keys.tolist() == [wanted]
-    hps.write_hps(tmp_path, made([2**64 - 5], 1))
+    hps.write_hps(tmp_path, make_records([2**64 - 5], 1))
     assert struct.unpack("<q", (tmp_path / "key").read_bytes()) == (-5,)
 
 
@@ -231,7 +231,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sok_names_of_slots(tmp_path, optimizer):
     """State is written to the files of TensorFlow's slots; an independent reader finds real names in the headers."""
-    slots, records = OPTIMIZERS[optimizer], made([7, 9], 2, {name: 2 for name in OPTIMIZERS[optimizer]})
+    slots, records = OPTIMIZERS[optimizer], make_records([7, 9], 2, {name: 2 for name in OPTIMIZERS[optimizer]})
     states = {state.name for state in getattr(jaxsok.optim, optimizer)(0.1).state_specs(2)}
     assert states == set(slots)
     sok.write_sok(tmp_path, "user:0", records, optimizer=optimizer)
@@ -247,7 +247,7 @@ def test_sok_names_of_slots(tmp_path, optimizer):
 
 def test_adamax_under_the_name_of_adam(tmp_path):
     """SOK writes it under that name; a file under both names is refused."""
-    records = made([7, 9], 2, {"m": 2, "u": 2})
+    records = make_records([7, 9], 2, {"m": 2, "u": 2})
     sok.write_sok(tmp_path, "t", records, optimizer={"m": "Adam-m", "u": "Adam-v"})
     assert by_key(sok.read_sok(tmp_path, "t", dim=2, optimizer="adamax")) == by_key([records])
     shutil.copy(tmp_path / "t-Adam-m", tmp_path / "t-Adamax-m")
@@ -277,7 +277,7 @@ def test_momentum_of_keras_is_the_trace_times_the_rate(tmp_path):
 @pytest.mark.parametrize("dtype", ["<i8", "<u4"])
 def test_sok_v1(tmp_path, dtype):
     """Its two files are raw; the width of keys follows from their sizes."""
-    records = made([7, 9, 4], 2)
+    records = make_records([7, 9, 4], 2)
     put(tmp_path / "t_keys.file", records.keys.astype(dtype).tobytes())
     put(tmp_path / "t_values.file", hps_bytes([], records.rows)[1])
     assert by_key(sok.read_sok_v1(tmp_path, "t", dim=2, chunk_rows=2)) == by_key([records])
@@ -294,7 +294,7 @@ def test_sok_v1(tmp_path, dtype):
 
 def test_hps_meta(tmp_path):
     """It is read only on request; then it must fit."""
-    records = made([7, 9], 2)
+    records = make_records([7, 9], 2)
     for name, content in zip(("key", "emb_vector"), hps_bytes(records.keys, records.rows), strict=True):
         put(tmp_path / name, content)
     put(tmp_path / "meta", b"whatever")
@@ -332,7 +332,7 @@ def test_files_of_other_tools_are_read(tmp_path):
 
 def test_columns_as_others_see_them(tmp_path):
     """The independent readers are pyarrow's own and NumPy's."""
-    records = made([2**64 - 2, 9], 2, {"v": 1}, BFLOAT16, statistics=True)
+    records = make_records([2**64 - 2, 9], 2, {"v": 1}, BFLOAT16, statistics=True)
     columns.write_parquet(tmp_path / "t.parquet", records)
     columns.write_arrow(tmp_path / "t.arrow", records)
     npz.write_npz(tmp_path / "t.npz", records)
@@ -358,8 +358,8 @@ def test_columns_as_others_see_them(tmp_path):
 
 def write_all(path):
     """A small table in every format: by format its reader, and its files."""
-    records = made([7, 2**40 + 5, 9], 2, {"m": 2, "v": 2})
-    hps.write_hps(path / "hps", made(records.keys, 2, statistics=True), hotness=True)
+    records = make_records([7, 2**40 + 5, 9], 2, {"m": 2, "v": 2})
+    hps.write_hps(path / "hps", make_records(records.keys, 2, statistics=True), hotness=True)
     sok.write_sok(path / "sok", "user:0", records, optimizer="adam")
     columns.write_parquet(path / "t.parquet", split(records, [2]))
     columns.write_arrow(path / "t.arrow", split(records, [2]))
@@ -417,7 +417,7 @@ def pieces_moved(whole, sizes):
 def test_arrow_files_with_bytes_cut_out_or_put_in_are_refused(tmp_path, maker):
     """Multiples of 8 bytes keep the alignment; a file that is not refused has the same content."""
     path = tmp_path / "t.arrow"
-    records = made(range(1, 40), 3, {"m": 3})
+    records = make_records(range(1, 40), 3, {"m": 3})
     if maker.startswith("jaxsok"):
         columns.write_arrow(path, split(records, [0] if "empty" in maker else [15, 15]))
     else:
@@ -445,7 +445,7 @@ def test_arrow_files_with_bytes_cut_out_or_put_in_are_refused(tmp_path, maker):
 def test_arrow_files_with_other_bytes_are_refused(num_bytes, data):
     """Changed bytes are found in the footer, in the heads of batches and in columns."""
     with folder() as path:
-        columns.write_arrow(path / "t.arrow", split(made([7, 2**40 + 5, 9], 2, {"m": 2}), [2]))
+        columns.write_arrow(path / "t.arrow", split(make_records([7, 2**40 + 5, 9], 2, {"m": 2}), [2]))
         whole, wanted = (path / "t.arrow").read_bytes(), by_key(columns.read_arrow(path / "t.arrow"))
         place = data.draw(st.integers(0, len(whole) - 1))
         word = data.draw(st.binary(min_size=num_bytes, max_size=num_bytes))
@@ -499,8 +499,8 @@ def test_npz_entries_that_cannot_be_are_refused(tmp_path, case):
     }
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # two entries have one name
-        for one in ["row.npy", "row_dtype.npy", *NPZ[case]]:
-            file.writestr(*((one, whole[one]) if isinstance(one, str) else one))
+        for file_name in ["row.npy", "row_dtype.npy", *NPZ[case]]:
+            file.writestr(*((file_name, whole[file_name]) if isinstance(file_name, str) else file_name))
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"read_npz: .*t\.npz: "):
         npz.read_npz(tmp_path / "t.npz")
@@ -532,7 +532,7 @@ def test_headers_that_were_changed_are_refused(end, place, value):
     with folder() as path:
         _, paths = write_all(path)["sok"]
         read = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
-        (changed,) = (one for one in paths if one.name == f"user_0-{end}")
+        (changed,) = (path for path in paths if path.name == f"user_0-{end}")
         content = bytearray(changed.read_bytes())
         hypothesis.assume(content[place] != value)
         # The reader cannot detect int64 for uint64, other punctuation in names, or a blank slot.
@@ -628,7 +628,7 @@ def test_keys_that_cannot_be_are_refused(tmp_path, keys, monkeypatch):
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     """The chunk is refused instead of being half read."""
-    hps.write_hps(tmp_path, made(range(4), 2))
+    hps.write_hps(tmp_path, make_records(range(4), 2))
     chunks = iter(hps.read_hps(tmp_path, dim=2, chunk_rows=2))
     next(chunks)
     whole = (tmp_path / "emb_vector").read_bytes()
@@ -675,7 +675,7 @@ WRONG = {
     "frequency: got int64": Records(
         np.array([7], np.uint64), np.ones((1, 2), np.float32), frequency=np.array([1], np.int64)
     ),
-    "chunk 1: got rows of 3": [made([7], 2), made([9], 3)],
+    "chunk 1: got rows of 3": [make_records([7], 2), make_records([9], 3)],
     "got int": [7],
 }
 
@@ -702,7 +702,7 @@ def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
     """With overwrite, no file of the old export remains that would not fit the new export."""
     write_all(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    new = made([1, 2, 3], 2)
+    new = make_records([1, 2, 3], 2)
     writes = (
         functools.partial(hps.write_hps, tmp_path / "hps", new),
         functools.partial(sok.write_sok, tmp_path / "sok", "user:0", new),
@@ -723,7 +723,7 @@ def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
 
 def test_only_files_of_the_dump_are_overwritten(tmp_path):
     """Files with a common prefix stay; state of any slot, SOK's own or with this table's header, is removed."""
-    old = made([1, 2], 3, {"m": 3, "x": 3})
+    old = make_records([1, 2], 3, {"m": 3, "x": 3})
     sok.write_sok(tmp_path, "user", old, optimizer={"m": "Adam-m", "x": "Mine-x"})
     (tmp_path / "user-Adam-v").write_bytes(b"torn")
     header = (tmp_path / "user-Mine-x").read_bytes()
@@ -737,23 +737,23 @@ def test_only_files_of_the_dump_are_overwritten(tmp_path):
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "user-photos-more").mkdir()
-    sok.write_sok(tmp_path, "user", made([3], 3), overwrite=True)
+    sok.write_sok(tmp_path, "user", make_records([3], 3), overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "user-photos-more", "user-key", "user-weight"}
     assert all((tmp_path / name).read_bytes() == content for name, content in others.items())
 
 
 def test_what_cannot_be_replaced_is_found_before_anything_goes(tmp_path, monkeypatch):
     """A folder in a file's place, one that appears during the export, and a failing disk leave recoverable files."""
-    sok.write_sok(tmp_path, "user", made([1, 2], 3))
+    sok.write_sok(tmp_path, "user", make_records([1, 2], 3))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     folder = tmp_path / "user-Adam-m"
 
     def late():
         folder.mkdir()
-        yield made([3], 3, {"m": 3})
+        yield make_records([3], 3, {"m": 3})
 
     state = {"optimizer": {"m": "Adam-m"}, "overwrite": True}
-    for records in (files.RecordChunks(1, 3, {"m": 3}, late), made([3], 3, {"m": 3})):
+    for records in (files.RecordChunks(1, 3, {"m": 3}, late), make_records([3], 3, {"m": 3})):
         with pytest.raises(IsADirectoryError, match="user-Adam-m: got a folder"):
             sok.write_sok(tmp_path, "user", records, **state)
         assert {path: path.read_bytes() for path in tmp_path.iterdir() if path != folder} == before
@@ -767,26 +767,26 @@ def test_what_cannot_be_replaced_is_found_before_anything_goes(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "replace", fails_at_weight)
     with pytest.raises(OSError, match="the disk is gone") as info:
-        sok.write_sok(tmp_path, "user", made([3], 3), overwrite=True)
+        sok.write_sok(tmp_path, "user", make_records([3], 3), overwrite=True)
     partials = sorted(tmp_path.glob("*.partial"))
     assert len(partials) == 2 and all(str(path) in info.value.__notes__[0] for path in partials)
     assert not (tmp_path / "user-key").exists()
     monkeypatch.undo()
     for path in partials:
         path.rename(path.with_name(path.name.rsplit(".", 2)[0]))
-    assert by_key(sok.read_sok(tmp_path, "user", dim=3)) == by_key([made([3], 3)])
+    assert by_key(sok.read_sok(tmp_path, "user", dim=3)) == by_key([make_records([3], 3)])
 
 
 def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
     """The writer that ends last replaces the file completely."""
 
     def chunks():
-        yield made([1], 2)
-        hps.write_hps(tmp_path, made([3], 2), overwrite=True)
-        yield made([2], 2)
+        yield make_records([1], 2)
+        hps.write_hps(tmp_path, make_records([3], 2), overwrite=True)
+        yield make_records([2], 2)
 
     hps.write_hps(tmp_path, chunks(), overwrite=True)
-    assert by_key(hps.read_hps(tmp_path, dim=2)) == by_key([made([1, 2], 2)])
+    assert by_key(hps.read_hps(tmp_path, dim=2)) == by_key([make_records([1, 2], 2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["emb_vector", "key"]
 
 
@@ -794,13 +794,13 @@ def test_files_that_another_writer_left_meanwhile_go_too(tmp_path):
     """State written during an export of rows alone is removed, since it would not fit them."""
 
     def chunks():
-        yield made([1], 2)
-        sok.write_sok(tmp_path, "user", made([3, 4], 2, {"m": 2, "v": 2}), optimizer="adam", overwrite=True)
-        yield made([2], 2)
+        yield make_records([1], 2)
+        sok.write_sok(tmp_path, "user", make_records([3, 4], 2, {"m": 2, "v": 2}), optimizer="adam", overwrite=True)
+        yield make_records([2], 2)
 
     sok.write_sok(tmp_path, "user", chunks(), overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["user-key", "user-weight"]
-    assert by_key(sok.read_sok(tmp_path, "user", dim=2)) == by_key([made([1, 2], 2)])
+    assert by_key(sok.read_sok(tmp_path, "user", dim=2)) == by_key([make_records([1, 2], 2)])
 
 
 @pytest.fixture(scope="module")
@@ -815,10 +815,10 @@ def writers(tmp_path_factory):
             stack.enter_context(subprocess.Popen([*command, number], env=environment, text=True, **pipes))
             for number in "12"
         ]
-        assert [one.stdout.readline() for one in both] == ["ready\n"] * 2
+        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
         yield root, both
-        for one in both:
-            one.stdin.close()
+        for child in both:
+            child.stdin.close()
 
 
 def read_back(form, path):
@@ -846,24 +846,24 @@ def read_back(form, path):
     return {str(int(number)) for array in found for number in array}
 
 
-def raced(writers, form, rounds, overwrite):
+def race(writers, form, rounds, overwrite):
     root, both = writers
     for number in range(rounds):
         path = root / f"{form}.{overwrite}.{number}"
-        for one in both:
-            one.stdin.write(f"{form} {path.name} {overwrite}\n")
-            one.stdin.flush()
-        lines = [one.stdout.readline() for one in both]
-        succeeded = {str(n) for n, one in enumerate(lines, 1) if one == "written\n"}
+        for process in both:
+            process.stdin.write(f"{form} {path.name} {overwrite}\n")
+            process.stdin.flush()
+        lines = [process.stdout.readline() for process in both]
+        succeeded = {str(n) for n, line in enumerate(lines, 1) if line == "written\n"}
         # The loser gets an error; only the winner's files are there.
         assert len(succeeded) == 1 or (overwrite and succeeded), lines
-        assert all(one == "written\n" or (one.startswith("FileExistsError") and str(path) in one) for one in lines), (
-            lines
-        )
+        assert all(
+            line == "written\n" or (line.startswith("FileExistsError") and str(path) in line) for line in lines
+        ), lines
         found = read_back(form, path)
         assert len(found) == 1 and found <= succeeded, (found, lines)
         below = [*root.iterdir(), *(path.iterdir() if path.is_dir() else [])]
-        assert not [one.name for one in below if one.suffix in (".writing", ".partial")]
+        assert not [child.name for child in below if child.suffix in (".writing", ".partial")]
 
 
 FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
@@ -872,18 +872,18 @@ FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
 @pytest.mark.parametrize("form", FORMS_RACED)
 def test_of_two_writers_of_one_path_one_succeeds(writers, form):
     """Two processes write at the same time, like a preempted job and its successor."""
-    raced(writers, form, 8, False)
+    race(writers, form, 8, False)
 
 
 @pytest.mark.parametrize("form", FORMS_RACED[2:])
 def test_two_writers_that_may_overwrite_do_not_mix(writers, form):
-    raced(writers, form, 8, True)
+    race(writers, form, 8, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS_RACED)
 def test_many_rounds_of_two_writers(writers, form):
-    raced(writers, form, 200, False)
+    race(writers, form, 200, False)
 
 
 def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
@@ -892,7 +892,7 @@ def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def broken():
-        yield made([1], 2)
+        yield make_records([1], 2)
         raise RuntimeError("the disk is gone")
 
     for write in (
@@ -910,15 +910,19 @@ def test_what_sok_cannot_hold(tmp_path):
     """Keys, numbers, names and optimizers are refused with the remedy, and no file is made."""
     write = functools.partial(sok.write_sok, tmp_path, "t")
     for records, options, message in (
-        (made([2**40]), {"key_dtype": "int32"}, "got 1099511627776, wanted int32; write them as int64"),
-        (made([2**63]), {"key_dtype": "uint32"}, "wanted uint32"),
-        (made([7]), {"key_dtype": "int16"}, "key_dtype: got 'int16'"),
-        (made([7]), {"dtype": "bfloat16"}, "dtype: got 'bfloat16'"),
-        (made([7]), {"optimizer": "adam"}, r"records.state: got \[\], wanted also \['m', 'v'\]"),
-        (made([7]), {"optimizer": "rowwise_adam"}, "got 'rowwise_adam', wanted one whose state SOK has"),
-        (made([7], 3, {"m": 3}), {"optimizer": {"m": "m"}}, 'wanted "<optimizer>-<slot>"'),
-        (made([7], 3, {"m": 3, "v": 3}), {"optimizer": {"m": "A-m", "v": "A-m"}}, "a file of its own"),
-        (made([7], 3, {"m": 3}), {"optimizer": {"m": f"A-{'m' * 33}"}}, "a name of 33 bytes, wanted at most 32"),
+        (make_records([2**40]), {"key_dtype": "int32"}, "got 1099511627776, wanted int32; write them as int64"),
+        (make_records([2**63]), {"key_dtype": "uint32"}, "wanted uint32"),
+        (make_records([7]), {"key_dtype": "int16"}, "key_dtype: got 'int16'"),
+        (make_records([7]), {"dtype": "bfloat16"}, "dtype: got 'bfloat16'"),
+        (make_records([7]), {"optimizer": "adam"}, r"records.state: got \[\], wanted also \['m', 'v'\]"),
+        (make_records([7]), {"optimizer": "rowwise_adam"}, "got 'rowwise_adam', wanted one whose state SOK has"),
+        (make_records([7], 3, {"m": 3}), {"optimizer": {"m": "m"}}, 'wanted "<optimizer>-<slot>"'),
+        (make_records([7], 3, {"m": 3, "v": 3}), {"optimizer": {"m": "A-m", "v": "A-m"}}, "a file of its own"),
+        (
+            make_records([7], 3, {"m": 3}),
+            {"optimizer": {"m": f"A-{'m' * 33}"}},
+            "a name of 33 bytes, wanted at most 32",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             write(records, **options)
@@ -926,20 +930,20 @@ def test_what_sok_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match="got a number beyond the range of float16"):
         write(large, dtype="float16")
     with pytest.raises(ValueError, match="a name of 300 bytes, wanted at most 256"):
-        sok.write_sok(tmp_path, "é" * 150, made([7]))
+        sok.write_sok(tmp_path, "é" * 150, make_records([7]))
     with pytest.raises(ValueError, match="hotness: got True with records without frequency"):
-        hps.write_hps(tmp_path, made([7]), hotness=True)
+        hps.write_hps(tmp_path, make_records([7]), hotness=True)
     with pytest.raises(ValueError, match="HPS reads no empty table"):
-        hps.write_hps(tmp_path, made([]))
+        hps.write_hps(tmp_path, make_records([]))
     assert not list(tmp_path.iterdir())
 
 
 def test_names_that_collide_on_disk(tmp_path):
     """If two table names differ only in punctuation, the second is refused, with overwrite or without."""
-    sok.write_sok(tmp_path, "a:b", made([7]))
+    sok.write_sok(tmp_path, "a:b", make_records([7]))
     for overwrite in (False, True):
         with pytest.raises(FileExistsError, match=r"is of the table 'a:b', wanted 'a_b'"):
-            sok.write_sok(tmp_path, "a_b", made([9]), overwrite=overwrite)
+            sok.write_sok(tmp_path, "a_b", make_records([9]), overwrite=overwrite)
     (chunk,) = sok.read_sok(tmp_path, "a:b", dim=3)
     assert chunk.keys.tolist() == [7]
 
@@ -966,9 +970,9 @@ def test_memory_is_bounded_by_chunks(tmp_path):
         columns.read_arrow(tmp_path / "t.arrow", chunk_rows=1024),
     ):
         seen = 0
-        for one in result:
-            assert (one.rows == one.keys[:, None] // np.uint64(1024)).all()
-            seen += one.num_rows
+        for chunk in result:
+            assert (chunk.rows == chunk.keys[:, None] // np.uint64(1024)).all()
+            seen += chunk.num_rows
             assert pyarrow.total_allocated_bytes() < 16 * chunk_bytes  # tracemalloc does not see Arrow's memory
         assert seen == result.num_rows == 64 * 1024
     _, peak = tracemalloc.get_traced_memory()
@@ -997,7 +1001,7 @@ def collection_of(num_shards, optimizer=None, dtype="float32", names=("user", "i
     return jaxsok.Collection(specs, features, mesh=mesh, axis="data")
 
 
-def trained(collection):
+def train_twice(collection):
     """Returns a state after two steps; tables share keys."""
     state = collection.init(seed=3)
     for keys in ([7, 9, 2**40, 2**64 - 2], [9, 9, 5, 6]):
@@ -1040,7 +1044,7 @@ MODULES = {
 def test_tables_through_files(tmp_path, shards):
     """Tables saved on some shards load on others, at another capacity, under another name; other tables stay."""
     source, target = collection_of(shards[0]), collection_of(shards[1], names=("item", "user"), capacity=4)
-    state = trained(source)
+    state = train_twice(source)
     for module, (save, load, has_state) in MODULES.items():
         assert save(source, state, tmp_path / module) == {"user": 6, "item": 6}
         loaded = load(target, target.init(seed=9), tmp_path / module, {"item": "user"})
@@ -1050,13 +1054,13 @@ def test_tables_through_files(tmp_path, shards):
         for table in ("user", "item"):
             assert content_of(target, loaded, table, has_state) == content_of(source, state, "user", has_state), module
         if not has_state:
-            assert {tuple(one[1]["m"]) for one in content_of(target, loaded, "user").values()} == {(0.0,) * 4}
+            assert {tuple(line[1]["m"]) for line in content_of(target, loaded, "user").values()} == {(0.0,) * 4}
 
 
 def test_rows_of_16_bits_through_files(tmp_path):
     """The values that float32 holds come back exactly."""
     collection = collection_of(1, dtype="bfloat16")
-    state = trained(collection)
+    state = train_twice(collection)
     for module, (save, load, has_state) in MODULES.items():
         save(collection, state, tmp_path / module)
         loaded = load(collection, collection.init(seed=9), tmp_path / module)
@@ -1069,7 +1073,7 @@ def test_rows_of_16_bits_through_files(tmp_path):
 def test_a_bad_file_changes_no_table(tmp_path):
     """If the first table's files are valid and the second's are not, the state is unchanged and still usable."""
     collection = collection_of(1)
-    state = trained(collection)
+    state = train_twice(collection)
     for module, (save, load, _) in MODULES.items():
         save(collection, state, tmp_path / module)
         before = {table: content_of(collection, state, table) for table in ("user", "item")}
@@ -1084,13 +1088,13 @@ def test_a_bad_file_changes_no_table(tmp_path):
 def test_rows_alone_and_state_that_does_not_fit(tmp_path):
     """Loading weights without state, or into a table with another optimizer, needs an explicit choice."""
     source, other = collection_of(1), collection_of(1, jaxsok.optim.rowwise_adam(0.1))
-    state = trained(source)
+    state = train_twice(source)
     columns.save(source, state, tmp_path)
     with pytest.raises(ValueError, match=r"columns.load: table \"user\": got optimizer state .*with_state=False"):
         columns.load(other, other.init(), tmp_path)
     loaded = columns.load(other, other.init(), tmp_path, with_state=False)
     assert content_of(other, loaded, "user", False) == content_of(source, state, "user", False)
-    assert {tuple(one[1]["v"]) for one in content_of(other, loaded, "user").values()} == {(0.0,)}
+    assert {tuple(line[1]["v"]) for line in content_of(other, loaded, "user").values()} == {(0.0,)}
     with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
         wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
         columns.load(wide, wide.init(), tmp_path, with_state=False)
@@ -1108,7 +1112,7 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
 def test_momentum_through_sok(tmp_path):
     """The trace of a table is Keras's momentum over minus the rate; a schedule has no rate."""
     collection = collection_of(1, jaxsok.optim.sgd(0.5, momentum=0.5))
-    state = trained(collection)
+    state = train_twice(collection)
     sok.save(collection, state, tmp_path)
     exported = collection.export_table(state, "user")
     assert (
@@ -1148,7 +1152,7 @@ def test_choices_of_tables_are_checked(tmp_path):
 def test_a_table_that_cannot_hold_the_file(tmp_path):
     """The load is refused; the error holds the state with the tables loaded before."""
     source = collection_of(1)
-    hps.save(source, trained(source), tmp_path, defaults=0.0)
+    hps.save(source, train_twice(source), tmp_path, defaults=0.0)
     specs = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=8),
         jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=4, max_capacity=4),
@@ -1162,15 +1166,15 @@ def test_a_table_that_cannot_hold_the_file(tmp_path):
 def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
     """Ctrl-C comes once the caller's state was donated to the first table."""
     collection = collection_of(1)
-    hps.save(collection, trained(collection), tmp_path, defaults=0.0)
+    hps.save(collection, train_twice(collection), tmp_path, defaults=0.0)
     enter = collection.import_table
 
-    def interrupted(state, table, *args, **options):
+    def interrupt(state, table, *args, **options):
         if table == "item":
             raise KeyboardInterrupt
         return enter(state, table, *args, **options)
 
-    monkeypatch.setattr(collection, "import_table", interrupted)
+    monkeypatch.setattr(collection, "import_table", interrupt)
     with pytest.raises(KeyboardInterrupt) as info:
         hps.load(collection, collection.init(), tmp_path)
     assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
@@ -1188,7 +1192,7 @@ def test_statistics_follow_their_key(tmp_path):
         save, load, _ = MODULES[module]
         save(collection, state, tmp_path)
         chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
-        assert {key: one[3:] for key, one in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
+        assert {key: chunk[3:] for key, chunk in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
 
 
 # Defaults of HPS for keys without a row ------------------------------------------------------------------------------
@@ -1196,7 +1200,7 @@ def test_statistics_follow_their_key(tmp_path):
 
 def test_hps_gets_what_keys_without_a_row_read(tmp_path):
     """HPS has one number per table, so a table in which `find` reads other values needs it as an argument."""
-    collection, state = untrained()
+    collection, state = declare_untrained()
     zeros = ["zeros", "normal_zeros", "constant_zeros", "matrix_zeros", "function_zeros"]
     assert set(hps.save(collection, state, tmp_path / "zeros", zeros)) == set(zeros)
     for name in INITIALIZERS:

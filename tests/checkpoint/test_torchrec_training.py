@@ -150,7 +150,7 @@ def make_here(folder):
     )
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def compiled(state, layers, sums, features, dense, labels):
+    def train_step(state, layers, sums, features, dense, labels):
         embeddings, state, plan = collection.lookup(state, features)
         loss, gradients = jax.value_and_grad(loss_fn, argnums=(0, 1))(layers, embeddings, dense, labels)
         state, _ = collection.update(state, plan, gradients[1])
@@ -166,7 +166,7 @@ def make_here(folder):
             np.concatenate(list(values.values())), np.concatenate(list(lengths.values())), list(TABLES)
         )
         packed = collection.batch({**jagged})
-        state, held["layers"], held["sums"], loss = compiled(
+        state, held["layers"], held["sums"], loss = train_step(
             state, held["layers"], held["sums"], packed.features, dense, labels
         )
         return state, loss

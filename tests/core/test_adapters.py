@@ -29,7 +29,7 @@ FORMS = ("coo", "rows", "shuffled", "tensor", "ragged", "list", "large_list", "c
 
 
 @functools.cache
-def declared(num_shards=None, combiner="sum", weighted=False, key_dtype="int64"):
+def declare(num_shards=None, combiner="sum", weighted=False, key_dtype="int64"):
     """Declares one feature over one table."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.adagrad(0.5), capacity=512)
     feature = jaxsok.FeatureSpec(
@@ -59,7 +59,7 @@ def step(collection):
     return jax.jit(run, compiler_options=programs.quickly() if collection.shards.is_mesh else None)
 
 
-def stepped(collection, value, state=None):
+def run_step(collection, value, state=None):
     """Returns embeddings, and keys with rows after a step."""
     state = collection.init(seed=3) if state is None else state
     embeddings, state, stats = step(collection)(state, programs.batch(collection, item=value))
@@ -69,7 +69,7 @@ def stepped(collection, value, state=None):
 
 def assert_same_step(collection, value, bags):
     """Checks that embeddings and rows after a step are equal to the bit."""
-    (got, got_rows), (want, want_rows) = stepped(collection, value), stepped(collection, bags)
+    (got, got_rows), (want, want_rows) = run_step(collection, value), run_step(collection, bags)
     np.testing.assert_array_equal(got, want)
     assert got_rows.keys() == want_rows.keys()
     for key in want_rows:
@@ -87,7 +87,7 @@ def matrix_of(dense, nse, dtype=None):
 
 
 @st.composite
-def ragged(draw, *, most=2**63 - 1):
+def draw_ragged(draw, *, most=2**63 - 1):
     """Draws keys, lengths and weights of a batch of bags."""
     lengths = draw(st.lists(st.integers(0, WIDTH), min_size=NUM_BAGS, max_size=NUM_BAGS))
     keys = draw(st.lists(st.integers(0, most), min_size=sum(lengths), max_size=sum(lengths)))
@@ -102,7 +102,7 @@ def lists_of(keys, lengths):
     return [None if not bag and i % 2 else bag for i, bag in enumerate(bags)]
 
 
-def chunked(lists, kind):
+def make_chunks(lists, kind):
     """Returns a column of two chunks, of which the first is a slice."""
     half = NUM_BAGS // 2
     first = pa.array([[1, 2], None, *lists[:half]], kind).slice(2)
@@ -131,7 +131,7 @@ def in_form(form, keys, lengths, weights):
     make = {
         "list": lambda lists, kind: pa.array(lists, pa.list_(kind)),
         "large_list": lambda lists, kind: pa.array(lists, pa.large_list(kind)),
-        "chunked": lambda lists, kind: chunked(lists, pa.list_(kind)),
+        "chunked": lambda lists, kind: make_chunks(lists, pa.list_(kind)),
         "polars": lambda lists, kind: pl.Series(
             lists, dtype=pl.List({pa.int64(): pl.Int64, pa.float32(): pl.Float32}[kind])
         ),
@@ -143,11 +143,11 @@ def in_form(form, keys, lengths, weights):
 @pytest.mark.parametrize("form", FORMS[:-1])
 @pytest.mark.parametrize("weighted", [False, True])
 @hypothesis.settings(max_examples=10)
-@hypothesis.given(bags=ragged())
+@hypothesis.given(bags=draw_ragged())
 def test_every_form_is_a_step_of_the_same_bags(form, weighted, bags):
     """Embeddings and rows are equal to the bit, including bags in any order and null lists."""
     keys, lengths, weights = bags
-    collection = declared(weighted=weighted, combiner="mean")
+    collection = declare(weighted=weighted, combiner="mean")
     value = in_form(form, keys, lengths, weights if weighted else None)
     want = jaxsok.Bags(keys, lengths=lengths, weights=weights if weighted else None)
     assert_same_step(collection, value, want)
@@ -169,7 +169,7 @@ def test_tensors_whose_weights_lie_elsewhere_are_refused():
     for message, values in refused.items():
         for value in values:
             with pytest.raises(ValueError, match=f'feature "item": .*{message}'):
-                declared(weighted=value.weights is not None).batch({"item": value})
+                declare(weighted=value.weights is not None).batch({"item": value})
 
 
 def test_real_tensors_of_tensorflow():
@@ -183,7 +183,7 @@ def test_real_tensors_of_tensorflow():
     }
     sparse = tensors["sparse"]
     for weighted in (False, True):
-        collection = declared(weighted=weighted, combiner="sum")
+        collection = declare(weighted=weighted, combiner="sum")
         for kind, tensor in tensors.items():
             value = jaxsok.Bags(tensor(keys), weights=tensor(weights)) if weighted else tensor(keys)
             batch = collection.batch({"item": value})
@@ -199,7 +199,7 @@ def test_real_tensors_of_tensorflow():
 def test_every_form_without_a_combiner(form):
     """Each key keeps its row, in the order of its column."""
     keys, lengths = np.arange(10, 20), np.array([3, 0, 2, 1, 0, 3, 1, 0])
-    assert_same_step(declared(combiner=None), in_form(form, keys, lengths, None), jaxsok.Bags(keys, lengths=lengths))
+    assert_same_step(declare(combiner=None), in_form(form, keys, lengths, None), jaxsok.Bags(keys, lengths=lengths))
 
 
 @pytest.mark.parametrize("form", FORMS[:-1])
@@ -208,7 +208,7 @@ def test_every_form_on_a_mesh_and_through_the_pipeline(form):
     rng = np.random.default_rng(5)
     lengths = rng.integers(0, WIDTH + 1, NUM_BAGS)
     keys = rng.integers(0, 99, lengths.sum())
-    collection = declared(2)
+    collection = declare(2)
     bags = jaxsok.Bags(keys, lengths=lengths)
     value = in_form(form, keys, lengths, None)
     assert_same_step(collection, value, bags)
@@ -221,16 +221,16 @@ def test_every_form_on_a_mesh_and_through_the_pipeline(form):
 
 def test_a_sample_of_any_form_for_propose():
     """All forms lead to the same placements, since they have the same keys."""
-    one = declared()
+    collection = declare()
     keys, lengths = np.array([7, 8, 7, 9]), np.array([2, 0, 1, 1, 0, 0, 0, 0])
     forms = [in_form(form, keys, lengths, None) for form in ("shuffled", "polars")]
     proposals = [
-        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": value})
+        jaxsok.propose(collection.tables, collection.features, num_shards=2, sample={"item": value})
         for value in (jaxsok.Bags(keys, lengths=lengths), *forms)
     ]
     assert str(proposals[0]) == str(proposals[1]) == str(proposals[2])
     with pytest.raises(TypeError, match='propose: sample: feature "item": keys: got an Arrow column of double'):
-        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": pa.array([1.5])})
+        jaxsok.propose(collection.tables, collection.features, num_shards=2, sample={"item": pa.array([1.5])})
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -240,17 +240,17 @@ def test_a_sample_of_any_form_for_propose():
 def test_equal_coordinates_keep_their_order():
     """The sort is stable, so floats are added in the order of the keys."""
     coo = jaxsok.Coo(np.array([1, 0, 1, 0, 1]), np.array([5, 6, 7, 8, 9]), shape=(2,))
-    bags = adapters.convert_features({"item": coo}, declared().features)["item"]
+    bags = adapters.convert_features({"item": coo}, declare().features)["item"]
     assert bags.keys.tolist() == [6, 8, 5, 7, 9] and bags.lengths.tolist() == [2, 3]
     both = jaxsok.Coo(np.array([[0, 1], [0, 0], [0, 1]]), np.array([5, 6, 7]), shape=(1, 2))
-    assert adapters.convert_features({"item": both}, declared().features)["item"].keys.tolist() == [6, 5, 7]
+    assert adapters.convert_features({"item": both}, declare().features)["item"].keys.tolist() == [6, 5, 7]
 
 
 @pytest.mark.parametrize("key_dtype", ["int64", "int32"])
 def test_declared_int32(key_dtype):
     """Narrow keys work in every form; a jax.Array of int32 only if declared."""
     keys, lengths = np.array([3, 7, 2**31 - 1, 7], np.int32), np.array([2, 0, 1, 1, 0, 0, 0, 0])
-    collection, want = declared(key_dtype=key_dtype), jaxsok.Bags(keys.astype(np.int64), lengths=lengths)
+    collection, want = declare(key_dtype=key_dtype), jaxsok.Bags(keys.astype(np.int64), lengths=lengths)
     narrow = [
         pa.array(lists_of(keys, lengths), pa.list_(pa.int32())),
         pl.Series(lists_of(keys, lengths), dtype=pl.List(pl.Int32)),
@@ -300,14 +300,16 @@ def test_bad_coordinates(name):
     if isinstance(value, jaxsok.Coo):
         as_arrays = jaxsok.Coo(np.array(value.indices), np.array(value.keys), weights=value.weights, shape=value.shape)
     with pytest.raises(error, match=f'batch: feature "item": {message}'):
-        programs.batch(declared(), item=as_arrays)
+        programs.batch(declare(), item=as_arrays)
 
 
 def test_traced_coordinates_are_refused():
     """Sorting runs on the host; the message states what to pass inside a program."""
-    one = declared(key_dtype="int32")
+    collection = declare(key_dtype="int32")
     with pytest.raises(TypeError, match=r"got a Coo of traced arrays.*BCOO"):
-        jax.jit(lambda keys: programs.batch(one, item=jaxsok.Coo(np.array([0]), keys, shape=(1,))))(jnp.array([1]))
+        jax.jit(lambda keys: programs.batch(collection, item=jaxsok.Coo(np.array([0]), keys, shape=(1,))))(
+            jnp.array([1])
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -315,13 +317,13 @@ def test_traced_coordinates_are_refused():
 
 
 @functools.cache
-def found_inside(collection):
+def find_inside(collection):
     """Returns `find` of a batch that a program packs."""
     return jax.jit(lambda state, value: collection.find(state, programs.batch(collection, item=value))[0]["item"])
 
 
 @hypothesis.settings(max_examples=10)
-@hypothesis.given(bags=ragged(most=VOCABULARY - 1))
+@hypothesis.given(bags=draw_ragged(most=VOCABULARY - 1))
 def test_a_sparse_matrix_times_the_table(bags):
     """With weights and sum, embeddings equal the matrix product, outside a program and inside it."""
     keys, lengths, weights = bags
@@ -333,13 +335,13 @@ def test_a_sparse_matrix_times_the_table(bags):
     order = np.random.default_rng(1).permutation(MAX_KEYS)
     arrays = jnp.asarray(data[order]), jnp.asarray(indices[order].astype(np.int32))
     matrix = sparse.BCOO(arrays, shape=(NUM_BAGS, VOCABULARY))
-    collection = declared(weighted=True)
+    collection = declare(weighted=True)
     table = programs.initial_rows("item", DIM, np.arange(VOCABULARY), seed=3)
-    got, _ = stepped(collection, matrix)
+    got, _ = run_step(collection, matrix)
     dense = np.zeros((NUM_BAGS, VOCABULARY), np.float32)
     np.add.at(dense, (rows, keys), weights)
     np.testing.assert_allclose(got, dense @ table, atol=1e-6)
-    np.testing.assert_array_equal(found_inside(collection)(collection.init(seed=3), matrix), got)
+    np.testing.assert_array_equal(find_inside(collection)(collection.init(seed=3), matrix), got)
 
 
 def test_a_sparse_matrix_without_weights():
@@ -349,19 +351,19 @@ def test_a_sparse_matrix_without_weights():
     want = jaxsok.Bags(np.array([3, 7, 49]), lengths=np.array([2, 0, 1, 0, 0, 0, 0, 0]))
     for dtype in (np.int32, np.float32, np.bool_):
         matrix = matrix_of(dense, MAX_KEYS, dtype)
-        assert_same_step(declared(), matrix, want)
-        assert_same_step(declared(2), matrix, want)
-        found = found_inside(declared())(declared().init(seed=3), matrix)
-        np.testing.assert_array_equal(found, stepped(declared(), want)[0])
+        assert_same_step(declare(), matrix, want)
+        assert_same_step(declare(2), matrix, want)
+        found = find_inside(declare())(declare().init(seed=3), matrix)
+        np.testing.assert_array_equal(found, run_step(declare(), want)[0])
     with pytest.raises(ValueError, match=r'"item": weights: got a BCOO that holds 2, wanted 0 and 1 .*weighted=True'):
-        programs.batch(declared(), item=matrix_of(2 * dense, MAX_KEYS))
+        programs.batch(declare(), item=matrix_of(2 * dense, MAX_KEYS))
 
 
 def test_bad_sparse_matrices():
     """Negative indices, batch axes and other ranks are refused."""
     negative = sparse.BCOO((jnp.ones(1), jnp.array([[0, -1]])), shape=(NUM_BAGS, VOCABULARY))
     with pytest.raises(ValueError, match="indices: got -1, wanted no negative number"):
-        programs.batch(declared(), item=negative)
+        programs.batch(declare(), item=negative)
     ones, zeros = np.ones, functools.partial(np.zeros, dtype=np.int32)
     for data, indices, shape in (
         (ones((NUM_BAGS, 4)), zeros((NUM_BAGS, 4, 1)), (NUM_BAGS, 4)),  # a batch axis
@@ -370,8 +372,8 @@ def test_bad_sparse_matrices():
     ):
         matrix = sparse.BCOO((jnp.asarray(data, jnp.float32), jnp.asarray(indices)), shape=shape)
         with pytest.raises(ValueError, match=r"got a BCOO of shape .* wanted \[num_bags, num_keys\] with neither"):
-            programs.batch(declared(), item=matrix)
-    ragged_beside = jax.jit(lambda matrix: programs.batch(declared(2), item=matrix))
+            programs.batch(declare(), item=matrix)
+    ragged_beside = jax.jit(lambda matrix: programs.batch(declare(2), item=matrix))
     with pytest.raises(ValueError, match="got ragged keys together with device arrays"):
         ragged_beside(matrix_of(np.ones((NUM_BAGS, 4)), NUM_BAGS * 4, np.float32))
 
@@ -390,12 +392,12 @@ def test_columns_of_single_keys():
         pl.Series(keys, dtype=pl.Int64),
         pl.Series(keys, dtype=pl.UInt64),
     ):
-        assert_same_step(declared(), column, want)
+        assert_same_step(declare(), column, want)
     narrow = [3, None, 7, 1, 2, 3, 4, 255]
     want = np.array([-1 if key is None else key for key in narrow])
     for kind in (pa.int32(), pa.uint8()):
         narrow_keys = narrow if kind == pa.int32() else pa.array(narrow, pa.uint8())
-        assert_same_step(declared(), pa.array(narrow_keys, kind), want)
+        assert_same_step(declare(), pa.array(narrow_keys, kind), want)
 
 
 def test_nulls():
@@ -403,14 +405,14 @@ def test_nulls():
     lists = [[3, None], None, [], [None], [7], [8], [9], [1]]
     want = jaxsok.Bags(np.array([3, -1, -1, 7, 8, 9, 1]), lengths=np.array([2, 0, 0, 1, 1, 1, 1, 1]))
     for column in (pa.array(lists, pa.list_(pa.int64())), pl.Series(lists, dtype=pl.List(pl.Int64))):
-        assert_same_step(declared(combiner="mean"), column, want)
+        assert_same_step(declare(combiner="mean"), column, want)
 
 
 def test_null_lists_over_keys():
     """Keys under a null list, which Arrow allows, belong to no bag."""
     offsets, keys = pa.array([0, 2, 4, 5], pa.int32()), pa.array([1, 2, 3, 4, 5], pa.int64())
     column = pa.ListArray.from_arrays(offsets, keys, mask=pa.array([False, True, False]))
-    bags = adapters.convert_features({"item": column}, declared().features)["item"]
+    bags = adapters.convert_features({"item": column}, declare().features)["item"]
     assert bags.keys.tolist() == [1, 2, 5] and bags.lengths.tolist() == [2, 0, 1]
 
 
@@ -423,9 +425,9 @@ def test_lists_of_one_size_are_rectangles(kind):
         "narrow": lambda: pa.array(lists, pa.list_(pa.uint16(), 2)),
         "polars": lambda: pl.Series(lists, dtype=pl.Array(pl.Int64, 2)),
     }[kind]()
-    want = np.array([[-1 if key is None else key for key in one or [None, None]] for one in lists])
-    assert_same_step(declared(), column, want)
-    assert adapters.convert_features({"item": column}, declared().features)["item"].shape == (NUM_BAGS, 2)
+    want = np.array([[-1 if key is None else key for key in keys or [None, None]] for keys in lists])
+    assert_same_step(declare(), column, want)
+    assert adapters.convert_features({"item": column}, declare().features)["item"].shape == (NUM_BAGS, 2)
 
 
 def test_weights_of_lists_of_one_size():
@@ -436,9 +438,9 @@ def test_weights_of_lists_of_one_size():
         np.array([[1, 2], [-1, -1]] + [[3, 4]] * 6),
         weights=np.array([[1.0, 0.5], [0, 0]] + [[2.0, 1.0]] * 6, np.float32),
     )
-    assert_same_step(declared(weighted=True), jaxsok.Bags(keys, weights=weights), plain)
+    assert_same_step(declare(weighted=True), jaxsok.Bags(keys, weights=weights), plain)
     with pytest.raises(ValueError, match="weights: got infinite or NaN"):
-        programs.batch(declared(weighted=True), item=jaxsok.Bags(keys.fill_null([5, 6]), weights=weights))
+        programs.batch(declare(weighted=True), item=jaxsok.Bags(keys.fill_null([5, 6]), weights=weights))
 
 
 def test_columns_without_nulls_are_not_copied():
@@ -449,7 +451,7 @@ def test_columns_without_nulls_are_not_copied():
         (pl.Series(keys), keys),
         (pa.ListArray.from_arrays(pa.array([0, 400, 1000], pa.int32()), pa.array(keys)), keys),
     ):
-        found = adapters.convert_features({"item": column}, declared().features)["item"]
+        found = adapters.convert_features({"item": column}, declare().features)["item"]
         found = found.keys if isinstance(found, jaxsok.Bags) else found
         np.testing.assert_array_equal(found, values)
         assert not found.flags.owndata and not found.flags.writeable
@@ -465,7 +467,7 @@ def test_columns_in_bags():
         jaxsok.Bags(keys, offsets=pa.array(offsets), weights=pl.Series(weights)),
         jaxsok.Bags(pl.Series(keys), lengths=lengths, weights=weights),
     ):
-        assert_same_step(declared(weighted=True), value, plain)
+        assert_same_step(declare(weighted=True), value, plain)
 
 
 KEYS_OF_KJT = np.arange(4)
@@ -502,7 +504,7 @@ def test_bad_columns(name):
     """Bad columns are refused by name, with the actual and the expected value."""
     error, message, value = BAD_COLUMNS[name]
     with pytest.raises(error, match=f'batch: feature "item": {message}'):
-        programs.batch(declared(weighted="weights" in name), item=value)
+        programs.batch(declare(weighted="weights" in name), item=value)
 
 
 @pytest.mark.parametrize("dtype", [pl.Int64, pl.UInt64, pl.Int32])
@@ -510,9 +512,9 @@ def test_plain_columns_need_no_pyarrow(monkeypatch, dtype):
     """A Polars column of integers without nulls is an array; so are its lengths."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
     keys = np.array([7, 9, 7, 2**31 - 1])
-    want = programs.batch(declared(), item=jaxsok.Bags(keys, lengths=np.array([3, 0, 1])))
+    want = programs.batch(declare(), item=jaxsok.Bags(keys, lengths=np.array([3, 0, 1])))
     bags = jaxsok.Bags(pl.Series(keys, dtype=dtype), lengths=pl.Series([3, 0, 1]))
-    got = programs.batch(declared(), item=bags)
+    got = programs.batch(declare(), item=bags)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     single = programs.one_table()
     got = programs.batch(single, user=pl.Series(keys, dtype=dtype))
@@ -563,7 +565,7 @@ def test_jagged_keys_of_torch():
 
 def test_jagged_keys_behind_the_last_bag_are_padding():
     """A buffer may be longer than its bags; other keys behind them are refused with the name of the last feature."""
-    collection = declared()
+    collection = declare()
     padded = jaxsok.from_kjt(np.array([7, 9, -1, -1]), np.array([1, 1]), ["item"])
     assert programs.batch(collection, **padded).keys("item").shape[0] >= 2
     with pytest.raises(ValueError, match='feature "item": lengths: got an end at 2 of 3 keys'):
@@ -596,14 +598,14 @@ NUM_SAMPLES = 16
 
 
 @st.composite
-def shared(draw):
+def draw_shared(draw):
     """Draws bags, and the bag of each sample; some bags may have no sample."""
-    bags = draw(ragged())
+    bags = draw(draw_ragged())
     inverse = draw(st.lists(st.integers(0, NUM_BAGS - 1), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
     return bags, np.array(inverse)
 
 
-def expanded(keys, lengths, weights, inverse):
+def expand_bags(keys, lengths, weights, inverse):
     """Returns a bag for each sample, which sharing avoids."""
     ends = np.cumsum(lengths)
     place = np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in inverse]).astype(int)
@@ -628,7 +630,7 @@ def sharing(num_shards, combiner, weighted, num_keys, optimizer=None):
     ("num_shards", "combiner", "weighted"), [(None, "mean", True), (None, None, False), (2, "sum", True)]
 )
 @hypothesis.settings(max_examples=10)
-@hypothesis.given(drawn=shared())
+@hypothesis.given(drawn=draw_shared())
 def test_shared_bags_are_expanded(num_shards, combiner, weighted, drawn):
     """Embeddings and rows are as if each sample had its own bag; gradients of a bag are summed."""
     (keys, lengths, weights), inverse = drawn
@@ -639,7 +641,7 @@ def test_shared_bags_are_expanded(num_shards, combiner, weighted, drawn):
     results = []
     for item, more in (
         (jaxsok.Bags(keys, lengths=lengths, weights=weights, inverse=inverse), again),
-        (expanded(keys, lengths, weights, inverse), np.arange(NUM_BAGS)[inverse]),
+        (expand_bags(keys, lengths, weights, inverse), np.arange(NUM_BAGS)[inverse]),
     ):
         features = programs.batch(collection, plain=other, item=item, again=more)
         embeddings, state, stats = step(collection)(collection.init(seed=3), features)
@@ -700,7 +702,7 @@ def test_shared_bags_inside_a_program(num_bags, dtype):
     collection = programs.one_table(dim=2)
 
     @jax.jit
-    def moved(state, words, inverse):
+    def train_step(state, words, inverse):
         features = programs.batch(collection, user=jaxsok.Bags(words, inverse=inverse))
         embeddings, state, plan = collection.lookup(state, features)
         state, _ = collection.update(state, plan, {"user": jnp.ones((5, 2))})
@@ -710,7 +712,7 @@ def test_shared_bags_inside_a_program(num_bags, dtype):
     rows = programs.initial_rows("user", 2, keys)
     outside = np.array([-3]).astype(dtype)[0]
     inverse = jnp.asarray(np.array([1, 0, 9, outside, num_bags], dtype))
-    got, state = moved(collection.init(), jnp.asarray(programs.words(keys)), inverse)
+    got, state = train_step(collection.init(), jnp.asarray(programs.words(keys)), inverse)
     np.testing.assert_array_equal(got, [rows[1], rows[0], [0, 0], [0, 0], [0, 0]])
     after = programs.rows_of(collection, state)
     for number, key in enumerate(keys):
@@ -776,13 +778,13 @@ def test_shared_bags_inside_shard_map():
     table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
 
-    def found(state, words, inverse):
+    def find_embeddings(state, words, inverse):
         batch = collection.batch({"user": jaxsok.Bags(words, inverse=inverse)})
         return collection.find(state, batch.features)[0]["user"]
 
     split, state = jax.sharding.PartitionSpec("data"), collection.init(seed=3)
     specs = (specs_of(collection.shards, state), split, split)
-    on_shards = jax.jit(jax.shard_map(found, mesh=collection.shards.mesh, in_specs=specs, out_specs=split))
+    on_shards = jax.jit(jax.shard_map(find_embeddings, mesh=collection.shards.mesh, in_specs=specs, out_specs=split))
     got = on_shards(state, jnp.asarray(programs.words([7, 8, 9, 10])), jnp.array([1, 0, 1, 1, 1, 0]))
     np.testing.assert_array_equal(got, programs.initial_rows("user", DIM, [8, 7, 8, 10, 10, 9], seed=3))
 
@@ -826,7 +828,7 @@ def test_bad_inverses(name, num_shards):
     """Bad inverses are refused by name, with the actual and the expected value; the mesh gives the same message."""
     error, message, inverse = BAD_INVERSES[name]
     with pytest.raises(error, match=f'batch: feature "item": {message}'):
-        programs.batch(declared(num_shards), item=jaxsok.Bags(np.array([3, 4]), inverse=inverse))
+        programs.batch(declare(num_shards), item=jaxsok.Bags(np.array([3, 4]), inverse=inverse))
 
 
 def test_inverses_that_have_no_lines():
@@ -837,7 +839,7 @@ def test_inverses_that_have_no_lines():
         programs.batch(jagged, user=bags)
     words = jnp.asarray(programs.words([1, 2]))
     with pytest.raises(ValueError, match="inverse: got one together with device arrays"):
-        programs.batch(declared(2), item=jaxsok.Bags(words, inverse=np.array([0, 1])))
+        programs.batch(declare(2), item=jaxsok.Bags(words, inverse=np.array([0, 1])))
 
 
 def test_shared_bags_repeat_to_the_bit():

@@ -304,8 +304,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         plans, expected_plans, num_unadmitted, expected = zip(*self.pending, strict=True)
         self.pending = []
         gradients = [
-            {name: np.full(array.shape, 0.25 * (1 + i), np.float32) for i, (name, array) in enumerate(one.items())}
-            for one in expected
+            {name: np.full(array.shape, 0.25 * (1 + i), np.float32) for i, (name, array) in enumerate(part.items())}
+            for part in expected
         ]
         self.state, stats = programs.update(COLLECTION)(self.state, list(plans), gradients)
         self.oracle.update(expected_plans, gradients)
@@ -316,7 +316,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             }, name
             positions = sum(feature.num_positions for feature in FEATURES if feature.table == name)
             assert sum(counts.values()) == len(plans) * positions
-            assert stats.to_dict()[name]["num_unadmitted"] == sum(one.get(name, 0) for one in num_unadmitted)
+            assert stats.to_dict()[name]["num_unadmitted"] == sum(counts.get(name, 0) for counts in num_unadmitted)
         stats.check()  # keys that are not admitted cause no error
         self.changed = True
 
@@ -409,7 +409,7 @@ def run_steps(collection, path):
         inputs = [plan for _, plan in collection.pipeline(raws)]
     else:
         inputs = [collection.batch(raw).features for raw in raws]
-        inputs = [programs.plan(collection)(one) for one in inputs] if path == "planned" else inputs
+        inputs = [programs.plan(collection)(batch) for batch in inputs] if path == "planned" else inputs
     for asked in inputs:
         state, embeddings, stats = programs.fed_step(collection)(collection.grow(state), asked, gradients)
         seen.append((jax.tree.map(np.asarray, embeddings), stats.to_dict()))
@@ -718,9 +718,9 @@ def test_declarations_of_delayed_admission():
             kind(most, delayed=True)
         with pytest.raises(TypeError, match="delayed: got 1, wanted True or False"):
             kind(3, delayed=1)
-    plain, delayed = (one_table(policies.AdmitByCount(2, delayed=one)) for one in (False, True))
+    plain, delayed = (one_table(policies.AdmitByCount(2, delayed=delayed)) for delayed in (False, True))
     assert plain.fingerprint == delayed.fingerprint and plain.stores != delayed.stores
-    assert [one.stores[0].sighting_floors().tolist() for one in (plain, delayed)] == [[2], [3]]
+    assert [collection.stores[0].sighting_floors().tolist() for collection in (plain, delayed)] == [[2], [3]]
 
 
 def test_waiting_keys_of_other_tables_are_refused():
@@ -771,10 +771,10 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
     collection = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
     look = programs.lookup(collection)
 
-    def seen(state, keys):
+    def look_up(state, keys):
         return look(state, programs.batch(collection, user=np.array(keys), item=np.array(keys)))[1]
 
-    state = seen(collection.init(seed=SEED), [1, 2, 2, 3])
+    state = look_up(collection.init(seed=SEED), [1, 2, 2, 3])
     keys, rows = np.array([2, 9, 1]), np.array([[2.0], [9.0], [1.0]], np.float32)
     if op == "assign":
         state, num_inserted, num_refused = collection.assign(state, "user", keys, rows)
@@ -784,10 +784,10 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
     assert waiting(collection, state, "user") == {3: 1} and waiting(collection, state, "item") == {1: 1, 2: 2, 3: 1}
     np.testing.assert_array_equal(np.asarray(collection.rows_of(state, "user", keys)[0]), rows)
     state, _ = collection.erase(state, "user", np.array([2]))
-    state = seen(state, [2, 2, 7, 7])
+    state = look_up(state, [2, 2, 7, 7])
     assert collection.contains(state, "user", np.array([1, 2, 9, 7])).tolist() == [True, False, True, False]
     assert collection.contains(state, "item", np.array([2])).tolist() == [True]
-    state = seen(state, [2, 8, 8, 8])
+    state = look_up(state, [2, 8, 8, 8])
     assert collection.contains(state, "user", np.array([2])).tolist() == [True]
 
 
@@ -795,7 +795,7 @@ def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
 # What is read, what is reported, what it costs
 
 
-def of_key(words, columns):
+def row_of_key(words, columns):
     """Returns the low word plus the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) + columns.astype(jnp.float32)
 
@@ -804,7 +804,7 @@ def of_key(words, columns):
 @pytest.mark.parametrize("unadmitted", [0.25, "initial"])
 def test_rows_that_xla_works_out(path, unadmitted):
     """With a traced initializer, new rows are written; excluded keys read the constant or their initial row."""
-    initializer = jaxsok.initializers.function(of_key, "of_key")
+    initializer = jaxsok.initializers.function(row_of_key, "of_key")
     policy = policies.AdmitByCount(2, unadmitted=unadmitted)
     table = jaxsok.TableSpec("user", 3, SGD, admission=policy, initializer=initializer, capacity=16)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user", combiner=None)])

@@ -105,7 +105,7 @@ def test_stores_that_grow_apart_and_together():
         state, _, stats = step(state, features)
         stats.check()
         step.wait()
-    assert [one for one in grown if any(one)] == [[True, False], [True, True]]
+    assert [flags for flags in grown if any(flags)] == [[True, False], [True, True]]
     assert (step.num_compiled, step.num_hits_ahead) == (1, 2)
 
 
@@ -180,11 +180,11 @@ def test_other_shapes_and_numbers():
     collection = programs.one_table(capacity=16)
     train_step = programs.train_step(collection)
 
-    def scaled(state, features, *, scale):
+    def scaled_step(state, features, *, scale):
         state, value, stats = train_step(state, features)
         return state, value * scale, stats
 
-    step = ahead(collection, scaled)
+    step = ahead(collection, scaled_step)
     state = collection.init(seed=0)
     for scale in (1.0, 2.0, 3):
         _, expected, _ = jax.jit(train_step)(state, new_keys(collection, 0))

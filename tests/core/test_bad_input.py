@@ -280,15 +280,15 @@ def test_data_frames_of_libraries(collection):
 @pytest.mark.parametrize("shape", [(3,), (5,), (1,), (0,), (3, 1)])
 def test_labels_of_another_number_of_samples(collection, is_on_mesh, shape):
     """A column has a row for each sample; other labels may have any size."""
-    one = over_two() if is_on_mesh else collection
+    declared = over_two() if is_on_mesh else collection
     keys = np.arange(4)
     for make in (np.zeros, jnp.zeros):
         with raises(ValueError, "batch", 'entry "label"', f"got shape {list(shape)}", "wanted [4]", "tuple"):
-            one.batch({"user": keys, "label": make(shape)})
+            declared.batch({"user": keys, "label": make(shape)})
     with raises(ValueError, "batch", 'entry "label"', "wanted [4]"):
-        one.batch({"user": jaxsok.Bags(np.arange(6), lengths=[1, 2, 3, 0]), "label": np.zeros(shape)})
+        declared.batch({"user": jaxsok.Bags(np.arange(6), lengths=[1, 2, 3, 0]), "label": np.zeros(shape)})
     kept = {"scale": np.float32(2.0), "table": np.ones((5, 2)), "weights": (np.zeros(shape),), "note": "text"}
-    batch = one.batch({"user": keys, "label": np.zeros(4), **kept})
+    batch = declared.batch({"user": keys, "label": np.zeros(4), **kept})
     assert all(batch[name] is value for name, value in kept.items())
 
 
@@ -840,11 +840,11 @@ def test_a_batch_that_does_not_divide_the_axis(kind, num_samples):
 
 def test_samples_split_over_another_axis():
     """Such samples are refused, since moving them would be a collective that the user did not request."""
-    one = over_two(("data", "model"))
-    sharding = jax.sharding.NamedSharding(one.shards.mesh, jax.sharding.PartitionSpec("model"))
+    declared = over_two(("data", "model"))
+    sharding = jax.sharding.NamedSharding(declared.shards.mesh, jax.sharding.PartitionSpec("model"))
     keys = jax.device_put(programs.words(np.arange(4)), sharding)
     with raises(ValueError, "batch", "user", "keys", "model", "data", "jax.device_put"):
-        one.batch({"user": keys})
+        declared.batch({"user": keys})
 
 
 def test_more_keys_than_a_shard_has_room_for():
@@ -892,25 +892,28 @@ def test_states_and_features_of_another_mesh():
         "data=2": over_two(),
         "rank=2": over_two(("rank",), "rank"),
     }
-    made = {name: (one.init(seed=0), programs.batch(one, user=np.array([1, 2]))) for name, one in collections.items()}
-    for name, one in collections.items():
+    made = {
+        name: (collection.init(seed=0), programs.batch(collection, user=np.array([1, 2])))
+        for name, collection in collections.items()
+    }
+    for name, declared in collections.items():
         for other, (state, features) in made.items():
             if name == other:
                 continue
             own_state, own_features = made[name]
             for op, call in {
-                "lookup": lambda one=one, own=own_features, state=state: one.lookup(state, own),
-                "find": lambda one=one, own=own_features, state=state: one.find(state, own),
-                "grow": lambda one=one, state=state: one.grow(state),
-                "erase": lambda one=one, state=state: one.erase(state, "user", np.array([1])),
-                "export_table": lambda one=one, state=state: one.export_table(state, "user"),
-                "num_rows": lambda one=one, state=state: one.num_rows(state),
+                "lookup": lambda declared=declared, own=own_features, state=state: declared.lookup(state, own),
+                "find": lambda declared=declared, own=own_features, state=state: declared.find(state, own),
+                "grow": lambda declared=declared, state=state: declared.grow(state),
+                "erase": lambda declared=declared, state=state: declared.erase(state, "user", np.array([1])),
+                "export_table": lambda declared=declared, state=state: declared.export_table(state, "user"),
+                "num_rows": lambda declared=declared, state=state: declared.num_rows(state),
             }.items():
                 with raises(ValueError, op, "state", other, name, "use the collection that made it"):
                     call()
             if "one device" in (name, other):
                 with raises(ValueError, "find", "features", "batch"):
-                    one.find(own_state, features)
+                    declared.find(own_state, features)
 
 
 @pytest.mark.parametrize(
@@ -919,21 +922,21 @@ def test_states_and_features_of_another_mesh():
 )
 def test_send_capacity_of_plan(collection, send_capacity, parts):
     """The send capacity is one number for each store, on a mesh only."""
-    one = over_two()
+    declared = over_two()
     with raises(ValueError, "plan", "send_capacity", *parts):
-        one.plan(programs.batch(one, user=np.arange(2)), send_capacity=send_capacity)
+        declared.plan(programs.batch(declared, user=np.arange(2)), send_capacity=send_capacity)
     with raises(ValueError, "plan", "send_capacity", "without a mesh"):
         collection.plan(programs.batch(collection, user=np.arange(2)), send_capacity=(4,))
 
 
 def test_unlike_plans_in_one_update():
     """A plan with one round and a plan with several rounds cannot share an update."""
-    one = over_two()
-    features = programs.batch(one, user=np.arange(2))
-    _, state, first = one.lookup(one.init(seed=0), features)
-    embeddings, state, second = one.lookup(state, one.plan(features, send_capacity=(4,)))
+    declared = over_two()
+    features = programs.batch(declared, user=np.arange(2))
+    _, state, first = declared.lookup(declared.init(seed=0), features)
+    embeddings, state, second = declared.lookup(state, declared.plan(features, send_capacity=(4,)))
     with raises(ValueError, "update", "plan", "send capacity", "all of one kind"):
-        one.update(state, [first, second], [embeddings, embeddings])
+        declared.update(state, [first, second], [embeddings, embeddings])
 
 
 @pytest.mark.parametrize("op", ["stack", "unstack"])
@@ -946,21 +949,21 @@ def test_stack_on_one_device(collection, op):
 @pytest.mark.parametrize("op", ["grow", "num_rows", "find"])
 def test_a_stacked_state_outside_of_pmap(op):
     """The message names `unstack`; `grow` changes nothing."""
-    one = over_two()
-    features = programs.batch(one, user=np.arange(2))
-    _, state, _ = one.lookup(one.init(seed=0), features)
-    state = one.stack(state)
+    declared = over_two()
+    features = programs.batch(declared, user=np.arange(2))
+    _, state, _ = declared.lookup(declared.init(seed=0), features)
+    state = declared.stack(state)
     arguments = (features,) if op == "find" else ()
     with raises(ValueError, f"{op}: state", "one more axis", "collection.unstack(state)"):
-        getattr(one, op)(state, *arguments)
-    assert one.num_rows(one.unstack(state)) == {"user": 2}
+        getattr(declared, op)(state, *arguments)
+    assert declared.num_rows(declared.unstack(state)) == {"user": 2}
 
 
 def test_pmap_over_an_axis_of_another_name():
     """The axis of pmap must be the collection's axis."""
-    one = over_two()
-    state, features = one.stack(one.init(seed=0)), one.stack(programs.batch(one, user=np.arange(2)))
+    declared = over_two()
+    state, features = declared.stack(declared.init(seed=0)), declared.stack(programs.batch(declared, user=np.arange(2)))
     for name in ({"axis_name": "batch"}, {}):
-        step = jax.pmap(lambda state, features: one.find(state, features)[0], devices=jax.devices()[:2], **name)
+        step = jax.pmap(lambda state, features: declared.find(state, features)[0], devices=jax.devices()[:2], **name)
         with raises(ValueError, "Collection: axis", "pmap over other axes alone", "axis_name='data'"):
             step(state, features)

@@ -57,7 +57,7 @@ def lru_hits(batches, num_slots):
     return hits
 
 
-def drawn_hits(batches, num_slots, draw):
+def draw_hits(batches, num_slots, draw):
     """Returns these hits for any batches: all rows of a batch are equally old, and which of them leave is drawn."""
     last, hits = {}, 0  # by row in the cache: its last batch
     for number, batch in enumerate(batches):
@@ -111,7 +111,7 @@ def test_equally_old_rows_leave_by_chance():
     batches = [batch.tolist() for batch in zipf_batches(12, 10, 30)]
     estimate, draw = estimate_of(batches), np.random.default_rng(1)
     for rows in (estimate.largest_batch, 12, 15, 20, 25):
-        drawn = [drawn_hits(batches, rows, draw) for _ in range(400)]
+        drawn = [draw_hits(batches, rows, draw) for _ in range(400)]
         error = np.std(drawn) / np.sqrt(len(drawn))
         assert abs(np.mean(drawn) - estimate.num_hits[rows]) <= 4 * error + 1e-6, rows
 
@@ -146,7 +146,10 @@ def test_tables_of_a_store_share_a_cache():
     assert estimate.tables == names and estimate.device_rows == 4
     assert (estimate.num_keys, estimate.largest_batch, estimate.num_repeated) == (4, 4, 4)
     apart = [*tables_of(0.5, ("user",)), *tables_of(None, ("item",))]
-    assert [(one.tables, one.num_keys, one.device_rows) for one in cache_estimate(apart, features, sample)] == [
+    assert [
+        (estimate.tables, estimate.num_keys, estimate.device_rows)
+        for estimate in cache_estimate(apart, features, sample)
+    ] == [
         (("user",), 1, 512),
         (("item",), 3, None),
     ]
@@ -195,7 +198,7 @@ def collection_of(device_rows, num_shards=None):
     return programs.over(num_shards, tables_of(device_rows), features_of())
 
 
-def trained(collection, batches, updates=True):
+def train(collection, batches, updates=True):
     """Returns readings of the cache before and after each batch."""
     state = collection.init(seed=0, salt=1)
     readings = [collection.cache_stats(state)]
@@ -215,7 +218,7 @@ def trained(collection, batches, updates=True):
 def test_counters_are_those_of_a_cache(device_rows, updates):
     """Counters are exact, and updates find the lookup's rows. The estimate is near, whichever equally old rows left."""
     batches = [batch.tolist() for batch in zipf_batches(40, 16, 300)]
-    _, readings = trained(collection_of(device_rows), batches, updates)
+    _, readings = train(collection_of(device_rows), batches, updates)
     hits, read = placed_hits(batches, device_rows)
     distinct = sum(len(set(batch)) for batch in batches)
     counts = readings[-1]
@@ -233,14 +236,14 @@ def test_counters_of_batches_that_leave_together():
     batches = [np.arange(8) + 8 * (number % 5) for number in (*range(5), 3, 4, 0, 4, 1, 2, 2, 0)]
     estimate = estimate_of(batches)
     for device_rows in (8, 16, 24, 32, 40):
-        _, readings = trained(collection_of(device_rows), batches)
+        _, readings = train(collection_of(device_rows), batches)
         assert readings[-1].num_read == estimate.num_repeated - estimate.num_hits[device_rows], device_rows
 
 
 def test_readings_and_their_differences():
     collection = collection_of(40)
     batches = zipf_batches(10, 16, 300, seed=3)
-    state, readings = trained(collection, batches)
+    state, readings = train(collection, batches)
     assert [reading.num_slots for reading in readings] == [40] * 11
     cached = [int((np.asarray(state.stores[0].tier[0].owners)[:, 3] != 2**32 - 1).sum())]
     assert readings[0].num_cached == 0 and cached == [readings[-1].num_cached]
@@ -274,8 +277,8 @@ def test_shards_are_counted_together(num_shards):
     if len(jax.devices()) < num_shards:
         pytest.skip(f"needs {num_shards} devices")
     batches = zipf_batches(6, 16, 60)
-    _, (*_, alone) = trained(collection_of(1024), batches)
-    _, (*_, together) = trained(collection_of(1024, num_shards), batches)
+    _, (*_, alone) = train(collection_of(1024), batches)
+    _, (*_, together) = train(collection_of(1024, num_shards), batches)
     assert len(together.words) == num_shards
     for name in ("num_rows", "num_cached", "num_slots", "num_hits", "num_read", "num_written"):
         assert getattr(together, name) == getattr(alone, name), name
@@ -289,13 +292,13 @@ def test_readings_with_lookups_in_flight():
         state, _, _ = programs.donated_step(collection)(collection.grow(state, batch), plan)
         (reading,) = collection.cache_stats(state)
         read.append(reading.num_read)
-    _, readings = trained(collection, BATCHES)
+    _, readings = train(collection, BATCHES)
     assert read == [reading.num_read for reading in readings[1:]] and read[-1] > 0
 
 
 def test_a_cache_of_nothing():
     """The lookup and the update read all rows, except new rows."""
-    _, readings = trained(collection_of(0), [[1, 2, 3], [1, 2, 3]])
+    _, readings = train(collection_of(0), [[1, 2, 3], [1, 2, 3]])
     assert (readings[-1].num_slots, readings[-1].num_cached, readings[-1].num_hits) == (0, 0, 0)
     assert (readings[-1] - readings[-2]).num_read == 6
 

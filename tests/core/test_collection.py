@@ -162,7 +162,7 @@ def test_row_ids_in_order_of_first_occurrence():
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), [30, 10, 30, 20])
     state = programs.insert(collection, state, [5, 10, 5, 40])
-    assert {key: row_id for key, (row_id, _, _) in programs.exported(collection, state).items()} == {
+    assert {key: row_id for key, (row_id, _, _) in programs.export(collection, state).items()} == {
         30: 0,
         10: 1,
         20: 2,
@@ -324,7 +324,7 @@ def test_erased_keys_start_anew():
     state, _ = programs.learn(collection, collection.init(seed=0), features)
     state, _ = collection.erase(state, "user", np.array([1]))
     _, state, plan = programs.lookup(collection)(state, features)
-    row_id, row, (accumulator,) = programs.exported(collection, state)[1]
+    row_id, row, (accumulator,) = programs.export(collection, state)[1]
     assert row_id == 0
     np.testing.assert_array_equal(row, programs.initial_rows("user", DIM, [1])[0])
     np.testing.assert_array_equal(accumulator, np.full(DIM, 0.1, np.float32))
@@ -341,7 +341,7 @@ def test_freed_row_ids_are_reused_in_ascending_order():
     state, _ = collection.erase(state, "user", np.array([102, 109, 100]))
     state = programs.insert(collection, state, [2, 103, 3, 4])
     state = programs.insert(collection, state, [5, 6])
-    ids = {key: row_id for key, (row_id, _, _) in programs.exported(collection, state).items()}
+    ids = {key: row_id for key, (row_id, _, _) in programs.export(collection, state).items()}
     assert {key: ids[key] for key in (1, 2, 3, 4, 5, 6)} == {1: 5, 2: 0, 3: 2, 4: 7, 5: 9, 6: 10}
 
 
@@ -357,7 +357,7 @@ def test_freed_rows_serve_every_table_of_the_store():
     state, _ = collection.erase(state, "user", np.array([1]))
     batch = {"user": np.array([2, 2]), "item": np.array([1, -1])}
     _, state, _ = collection.lookup(state, collection.batch(batch).features)
-    row_id, row, _ = programs.exported(collection, state, "item")[1]
+    row_id, row, _ = programs.export(collection, state, "item")[1]
     assert row_id == 0
     np.testing.assert_array_equal(row, programs.initial_rows("item", DIM, [1])[0])
 
@@ -460,8 +460,8 @@ def test_repr_of_many_tables_and_features_is_short():
     tables = [jaxsok.TableSpec(f"table {i}", i + 1, jaxsok.optim.sgd(0.1), capacity=16) for i in range(30)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(f"{i}", f"table {i}") for i in range(30)])
     batch = collection.batch({f"{i}": np.arange(2) for i in range(30)})
-    for one in (collection, collection.init(seed=0), batch, batch.features, jaxsok.plan.Plan(batch.features)):
-        assert "22 more" in repr(one) and len(repr(one)) < 700
+    for value in (collection, collection.init(seed=0), batch, batch.features, jaxsok.plan.Plan(batch.features)):
+        assert "22 more" in repr(value) and len(repr(value)) < 700
 
 
 def test_repr_reads_no_array():

@@ -58,17 +58,17 @@ def test_distinct_keys_without_a_row(num_shards, seed, is_stacked):
 
     def uses(raws, name):
         table = {feature.name: feature.table for feature in collection.features}
-        flat = np.concatenate([keys for one in raws for feature, keys in one.items() if table[feature] == name])
+        flat = np.concatenate([keys for raw in raws for feature, keys in raw.items() if table[feature] == name])
         values, counts = np.unique(flat[flat != np.uint64(jaxsok.PADDING_KEY)], return_counts=True)
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
     first = raw()
     _, state, _ = programs.lookup(collection)(collection.init(seed=0), collection.batch(first).features)
-    present = {name: programs.exported(collection, state, name) for name in ("user", "item")}
+    present = {name: programs.export(collection, state, name) for name in ("user", "item")}
     seen = uses([first], "item")
     raws = [raw(), raw()]
-    batches = [collection.batch(one).features for one in raws]
-    parts = [one.stores[0] for one in batches]
+    batches = [collection.batch(raw).features for raw in raws]
+    parts = [batch.stores[0] for batch in batches]
     if is_stacked:
         parts = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)]
     numbers, is_used = coming.count(

@@ -30,7 +30,7 @@ class Compilations:
             self.names.append(fun_name)
 
     @contextlib.contextmanager
-    def noted(self):
+    def note(self):
         """Yields a list that grows with each compilation."""
         self.names = []
         try:
@@ -71,17 +71,17 @@ def restore(collection, folder):
 def test_an_equal_collection_compiles_nothing(operation, num_shards, tmp_path):
     """An operation compiles nothing the second time, with a collection of its own."""
 
-    def declared():
+    def declare():
         return programs.over(num_shards, TABLES, FEATURES) if num_shards else jaxsok.Collection(TABLES, FEATURES)
 
     if operation is restore:
-        collection = declared()
+        collection = declare()
         features = programs.batch(collection, user=np.arange(16), item=np.arange(16))
         _, state, _ = jax.jit(collection.lookup)(collection.init(seed=1), features)
         CHECKPOINTS.save(tmp_path, checkpoint.TablesSave(collection, state))
-    operation(declared(), tmp_path)
-    with COMPILATIONS.noted() as names:
-        operation(declared(), tmp_path)
+    operation(declare(), tmp_path)
+    with COMPILATIONS.note() as names:
+        operation(declare(), tmp_path)
     assert names == []
 
 
@@ -94,7 +94,7 @@ def test_deltas_of_other_sizes_compile_nothing(tmp_path):
     for num_erased in (3, 7):
         state, _ = collection.erase(state, "item", np.arange(num_erased))
         delta = tmp_path / f"{num_erased}"
-        with COMPILATIONS.noted() as names:
+        with COMPILATIONS.note() as names:
             checkpoint.export_delta(delta, collection, state, tmp_path / "full")
             restored = checkpoint.load([tmp_path / "full", delta], collection)
         num_compiled.append(len(names))

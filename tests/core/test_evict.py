@@ -75,7 +75,7 @@ def two_tables(policy, **spec):
     return jaxsok.Collection(tables, features)
 
 
-def filled(collection, keys, statistics=None):
+def fill(collection, keys, statistics=None):
     """Returns a state with `{table: keys}` after one step, so that optimizer state is not initial."""
     num_keys = max(map(len, keys.values()))
     raw = {table.name: np.full(num_keys, PADDING, np.uint64) for table in collection.tables}
@@ -86,7 +86,7 @@ def filled(collection, keys, statistics=None):
     return state if statistics is None else with_statistics(collection, state, statistics)
 
 
-def ranked(facts):
+def rank_by_facts(facts):
     """Returns two words made of all facts."""
     return facts.frequency ^ facts.keys[:, 1], facts.last_step + facts.clock
 
@@ -107,7 +107,7 @@ RANKS = {
     LeastFrequentlyUsed(): lambda key, last, uses, clock: (uses, last),
     policies.EpochLeastRecentlyUsed(10): lambda key, last, uses, clock: (last // 10,),
     policies.EpochLeastFrequentlyUsed(10): lambda key, last, uses, clock: (last // 10, uses),
-    LowestScore(ranked): lambda key, last, uses, clock: (uses ^ key >> 32, (last + clock) % 2**32),
+    LowestScore(rank_by_facts): lambda key, last, uses, clock: (uses ^ key >> 32, (last + clock) % 2**32),
     LowestScore(sevenths): lambda key, last, uses, clock: (key % 2**32 % 7,),
     LowestScore(age): lambda key, last, uses, clock: (2**32 - 1 - last,),
 }
@@ -146,21 +146,21 @@ def test_order_that_the_page_states(policy):
     """LFU: equal frequencies leave by last step; remaining ties and those of other policies leave by (table, key)."""
     statistics, num_rows, stay = PINNED[policy]
     collection = collection_of(policy)
-    state = filled(collection, {"user": [*statistics] + [PADDING] * 26, "item": [PADDING] * 30})
+    state = fill(collection, {"user": [*statistics] + [PADDING] * 26, "item": [PADDING] * 30})
     state = with_statistics(collection, state, {"user": statistics})
     state, _ = collection.evict(state, num_rows=num_rows)
-    assert sorted(programs.exported(collection, state, "user")) == stay
+    assert sorted(programs.export(collection, state, "user")) == stay
 
 
 def test_ties_leave_by_table_then_key():
     """Tables are ordered by their number in the store, keys as unsigned numbers."""
     collection = collection_of(LeastFrequentlyUsed())
     keys = [2**63 + 1, 7, 2**64 - 2]
-    state = filled(collection, {name: keys + [PADDING] * 27 for name in ("user", "item")})
+    state = fill(collection, {name: keys + [PADDING] * 27 for name in ("user", "item")})
     state = with_statistics(collection, state, {name: dict.fromkeys(keys, (4, 4)) for name in ("user", "item")})
     state, _ = collection.evict(state, num_rows=2)
-    assert sorted(programs.exported(collection, state, "item")) == [2**63 + 1, 2**64 - 2]
-    assert not programs.exported(collection, state, "user")
+    assert sorted(programs.export(collection, state, "item")) == [2**63 + 1, 2**64 - 2]
+    assert not programs.export(collection, state, "user")
 
 
 words32 = st.one_of(st.integers(0, 3), st.integers(0, 2**32 - 1), st.sampled_from([0, 2**31, 2**32 - 1]))
@@ -183,15 +183,15 @@ some_keys = st.dictionaries(
 def test_exactly_the_lowest_leave(policy, users, items, share, whose, clock):
     """Rows leave by (scores, table, key), of one table or of all tables of a store, whatever the ties."""
     collection, statistics = collection_of(policy), {"user": users, "item": items}
-    state = filled(collection, {name: list(keys) + [PADDING] * (30 - len(keys)) for name, keys in statistics.items()})
+    state = fill(collection, {name: list(keys) + [PADDING] * (30 - len(keys)) for name, keys in statistics.items()})
     state = with_statistics(collection, state, statistics)
-    before = {name: programs.exported(collection, state, name) for name in statistics}
+    before = {name: programs.export(collection, state, name) for name in statistics}
     asked = [(n, statistics[name]) for n, name in enumerate(statistics) if whose in (None, name)]
     stay = survivors(policy, asked, share, clock)
     state, evicted = collection.evict(state, whose, num_rows=share, clock=clock)
     for number, (name, keys) in enumerate(statistics.items()):
         wanted = stay.get(number, set(keys))
-        after = programs.exported(collection, state, name)
+        after = programs.export(collection, state, name)
         assert after.keys() == wanted
         assert evicted.to_dict()[name] == len(keys) - len(wanted)
         for key in wanted:  # rows that stay keep everything
@@ -210,7 +210,7 @@ def test_thousands_of_ties(num_rows):
     """If all scores are equal, the keys decide, to their last bits."""
     collection = programs.one_table(capacity=6000, eviction=LeastRecentlyUsed())
     keys = np.random.default_rng(0).permutation(6000).astype(np.uint64) + np.uint64(2**63)
-    state = filled(collection, {"user": keys})
+    state = fill(collection, {"user": keys})
     state, evicted = collection.evict(state, "user", num_rows=num_rows)
     stay = np.sort(keys)[max(0, 6000 - num_rows) :]
     assert sorted(programs.rows_of(collection, state)) == stay.tolist()
@@ -249,7 +249,7 @@ def test_time_to_live():
     """Rows not used for more than `steps` ticks leave; a row whose last use is ahead of the clock stays."""
     collection = collection_of(TimeToLive(10))
     last = {1: 79, 2: 89, 3: 90, 4: 100, 5: 101, 6: 0}
-    state = filled(collection, {"user": list(last)}, {"user": {key: (step, 1) for key, step in last.items()}})
+    state = fill(collection, {"user": list(last)}, {"user": {key: (step, 1) for key, step in last.items()}})
     state, evicted = collection.evict(state, clock=100)
     assert set(programs.rows_of(collection, state)) == {3, 4, 5}
     assert evicted.to_dict() == {"user": 3, "item": 0}
@@ -281,7 +281,7 @@ def test_a_policy_of_the_call():
     """The policy of the call replaces the table's own, and applies to tables without a policy that keep statistics."""
     collection = two_tables(None, statistics=True)
     statistics = {"user": {key: (100 - key, key) for key in range(10)}, "item": {key: (key, 0) for key in range(5)}}
-    state = filled(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
+    state = fill(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
     state, _ = collection.evict(state, "user", LeastRecentlyUsed(), num_rows=4)
     assert set(programs.rows_of(collection, state)) == {0, 1, 2, 3}
     state, _ = collection.evict(state, None, LeastFrequentlyUsed(), num_rows=3)
@@ -331,11 +331,11 @@ def test_freed_rows_are_reused_and_a_key_that_comes_back_starts_anew():
     collection = programs.one_table(capacity=16, optimizer=jaxsok.optim.adam(0.1), eviction=LeastRecentlyUsed())
     keys = [50, 51, 52, 53, 54, 55]
     last = {50: 9, 51: 1, 52: 8, 53: 2, 54: 7, 55: 3}
-    state = filled(collection, {"user": keys}, {"user": {key: (step, 5) for key, step in last.items()}})
+    state = fill(collection, {"user": keys}, {"user": {key: (step, 5) for key, step in last.items()}})
     state, _ = collection.evict(state, num_rows=3)
     assert statistics_of(collection, state) == {50: (9, 5), 52: (8, 5), 54: (7, 5)}
     state = programs.insert(collection, state, [70, 53, 71, 72])
-    after = programs.exported(collection, state)
+    after = programs.export(collection, state)
     assert {key: row_id for key, (row_id, _, _) in after.items()} == {50: 0, 70: 1, 52: 2, 53: 3, 54: 4, 71: 5, 72: 6}
     np.testing.assert_array_equal(after[53][1], programs.initial_rows("user", DIM, [53])[0])
     for state_of_53, state_of_72 in zip(after[53][2], after[72][2], strict=True):
@@ -382,7 +382,7 @@ def test_plans_of_before_are_stale():
 def test_stats_count_evicted_rows():
     """Evicted rows count by table, from the first step on; a sum of Stats has the later count."""
     collection = collection_of(LeastRecentlyUsed())
-    state = filled(collection, {"user": list(range(8)), "item": list(range(5))})
+    state = fill(collection, {"user": list(range(8)), "item": list(range(5))})
     state, _ = collection.evict(state, "user", num_rows=6)
     state, _ = collection.evict(state, "item", num_rows=1)
     features = programs.batch(collection, user=np.arange(3), item=np.arange(3))
@@ -413,8 +413,8 @@ def test_hand_over(monkeypatch, chunk_bytes):
         name: {key: tuple(rng.integers(0, 9, 2).tolist()) for key in rng.integers(0, 2**62, 40).tolist()}
         for name in ("user", "item")
     }
-    state = filled(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
-    before = {name: programs.exported(collection, state, name) for name in statistics}
+    state = fill(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
+    before = {name: programs.export(collection, state, name) for name in statistics}
     handed = {name: {} for name in statistics}
     sizes = []
 
@@ -422,7 +422,7 @@ def test_hand_over(monkeypatch, chunk_bytes):
         sizes.append(records.num_rows)
         for i, key in enumerate(records.keys.tolist()):
             assert key not in handed[name]
-            states = [records.state[one][i] for one in ("m", "v")]
+            states = [records.state[name][i] for name in ("m", "v")]
             handed[name][key] = (records.rows[i], states, (int(records.last_step[i]), int(records.frequency[i])))
 
     state, evicted = collection.evict(state, num_rows=30, hand_over=hand_over)
@@ -430,7 +430,7 @@ def test_hand_over(monkeypatch, chunk_bytes):
     if chunk_bytes == 1:
         assert sizes == [1] * 50
     for name, keys in statistics.items():
-        assert handed[name].keys() | programs.exported(collection, state, name).keys() == keys.keys()
+        assert handed[name].keys() | programs.export(collection, state, name).keys() == keys.keys()
         assert len(handed[name]) == evicted.to_dict()[name]
         for key, (row, states, of_key) in handed[name].items():
             np.testing.assert_array_equal(row, before[name][key][1])
@@ -441,7 +441,7 @@ def test_hand_over(monkeypatch, chunk_bytes):
 def test_nothing_changes_if_the_caller_refuses():
     """An error of `hand_over` leaves the state unchanged and usable."""
     collection = collection_of(LeastRecentlyUsed())
-    state = filled(collection, {"user": list(range(8)), "item": []})
+    state = fill(collection, {"user": list(range(8)), "item": []})
 
     def refuse(name, records):
         raise OSError("disk full")
@@ -606,7 +606,7 @@ def test_refusals():
 def test_under_jit_with_donation_nothing_moves():
     """Nothing moves (law 9), in a direct call and inside a program; the budget and the clock may be traced."""
     collection = two_tables(LeastRecentlyUsed(), capacity=1 << 10)
-    state = filled(collection, {"user": list(range(40)), "item": list(range(30))})
+    state = fill(collection, {"user": list(range(40)), "item": list(range(30))})
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
     state, evicted = collection.evict(state, num_rows=60)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
@@ -620,7 +620,7 @@ def test_under_jit_with_donation_nothing_moves():
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
     assert sum(evicted.to_dict().values()) == 10
     handed = []
-    state, _ = collection.evict(state, num_rows=45, hand_over=lambda *one: handed.append(one))
+    state, _ = collection.evict(state, num_rows=45, hand_over=lambda *arguments: handed.append(arguments))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
     assert sum(records.num_rows for _, records in handed) == 5
 
@@ -653,7 +653,7 @@ def over_shards(num_shards, **spec):
         jaxsok.TableSpec("item", DIM, sgd, placement=jaxsok.on(num_shards - 1), **spec),
         jaxsok.TableSpec("ad", DIM, sgd, placement=jaxsok.REPLICATED, **spec),
     ]
-    return programs.over(num_shards, tables, [jaxsok.FeatureSpec(one.name, one.name) for one in tables])
+    return programs.over(num_shards, tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
 
 
 def by_shard(collection, state, name):
@@ -682,7 +682,7 @@ def test_shards_share_a_budget(num_shards, num_rows):
         for name, size in (("user", 60), ("item", 50), ("ad", 40))
     }
     keys = {name: list(of_table) + [PADDING] * (64 - len(of_table)) for name, of_table in statistics.items()}
-    state = filled(collection, keys, statistics)
+    state = fill(collection, keys, statistics)
     before = {name: by_shard(collection, state, name) for name in statistics}
     addresses = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
     handed = {name: [] for name in statistics}
@@ -717,7 +717,7 @@ def test_a_mesh_of_one_device(axis_type):
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=32, eviction=LeastRecentlyUsed())]
     collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")], axis_type=axis_type)
     statistics = {key: (key % 5, 0) for key in range(20)}
-    state = filled(collection, {"user": list(statistics)}, {"user": statistics})
+    state = fill(collection, {"user": list(statistics)}, {"user": statistics})
     state, evicted = collection.evict(state, num_rows=7)
     assert set(programs.rows_of(collection, state)) == survivors(LeastRecentlyUsed(), [(0, statistics)], 7)[0]
     assert evicted.to_dict() == {"user": 13}
@@ -747,7 +747,7 @@ def test_one_table_on_a_mesh_and_stale_plans():
 def test_inside_shard_map():
     """Eviction works on a shard's part, like the other calls."""
     collection = over_shards(2)
-    state = filled(collection, {name: list(range(40)) for name in ("user", "item", "ad")})
+    state = fill(collection, {name: list(range(40)) for name in ("user", "item", "ad")})
     of_state = specs_of(collection.shards, state)
 
     def part(state):
@@ -1044,7 +1044,7 @@ def test_a_batch_that_cannot_fit_gives_a_remedy(policy):
     in_use = 0 if policy.has_score else 16
     with pytest.warns(RuntimeWarning) as warned:
         state = collection.grow(state, batch)
-    (message,) = (str(one.message) for one in warned)
+    (message,) = (str(warning.message) for warning in warned)
     assert f"got {in_use} rows in use after eviction by {policy!r} and 20 new keys coming" in message
     assert "wanted at most 16 together (max_capacity)" in message and "a smaller max_keys" in message
     assert ("a policy with a score" in message) != policy.has_score

@@ -14,7 +14,7 @@ DIM = 4
 TOLERANCE = {"rtol": 1e-6, "atol": 2e-5}
 
 
-def expected(bags, combiner, *, weighted=False, name="user"):
+def expect(bags, combiner, *, weighted=False, name="user"):
     """Returns the oracle's embeddings of bags on a new table."""
     initial = programs.initial_row(name, DIM)
     return np.array(
@@ -51,7 +51,7 @@ def test_ragged_feature(combiner, shape):
     bags = jaxsok.Bags(FLAT, lengths=LENGTHS) if shape == "lengths" else jaxsok.Bags(FLAT, offsets=OFFSETS)
     got = embed(collection, bags)
     assert got.shape == (4, DIM) and got.dtype == np.float32
-    np.testing.assert_allclose(got, expected(BAGS, combiner), **TOLERANCE)
+    np.testing.assert_allclose(got, expect(BAGS, combiner), **TOLERANCE)
     np.testing.assert_array_equal(got[1], 0)  # an empty bag
 
 
@@ -60,7 +60,7 @@ def test_weighted_ragged_feature(combiner):
     """Weights apply first: the mean divides by their sum, sqrtn by the root of the sum of their squares."""
     collection = programs.one_table(combiner=combiner, weighted=True, max_keys=12)
     got = embed(collection, jaxsok.Bags(FLAT, lengths=LENGTHS, weights=WEIGHTS))
-    np.testing.assert_allclose(got, expected(WEIGHTED_BAGS, combiner, weighted=True), **TOLERANCE)
+    np.testing.assert_allclose(got, expect(WEIGHTED_BAGS, combiner, weighted=True), **TOLERANCE)
     np.testing.assert_array_equal(got[1:3], 0)  # an empty bag, and a bag whose only weight is zero
 
 
@@ -77,7 +77,7 @@ def test_ragged_feature_on_the_device(layout, on_device):
     if on_device in ("weights", "all"):
         weights = jnp.asarray(weights)
     got = embed(collection, jaxsok.Bags(keys, weights=weights, **{layout: sizes}))
-    np.testing.assert_allclose(got, expected(WEIGHTED_BAGS, "mean", weighted=True), **TOLERANCE)
+    np.testing.assert_allclose(got, expect(WEIGHTED_BAGS, "mean", weighted=True), **TOLERANCE)
 
 
 def test_max_hotness_on_the_device():
@@ -91,7 +91,7 @@ def test_padding_after_the_last_bag():
     """A buffer that is longer than its bags may end with PADDING_KEY, which is cut off or kept as padding."""
     collection = programs.one_table(max_keys=12)
     keys = np.concatenate([FLAT, np.full(3, oracle.PADDING_KEY, np.uint64)])
-    want = expected(BAGS, "sum")
+    want = expect(BAGS, "sum")
     for given in (keys, jnp.asarray(programs.words(keys))):
         np.testing.assert_allclose(embed(collection, jaxsok.Bags(given, lengths=LENGTHS)), want, **TOLERANCE)
 
@@ -114,7 +114,7 @@ def test_padded_dense_feature(combiner):
     keys = np.array([[3, -1, 5, 3], [-1, -1, -1, -1], [-1, 7, -1, -1]])
     bags = [[int(key) % 2**64 for key in bag] for bag in keys]
     got = embed(collection, keys)
-    np.testing.assert_allclose(got, expected(bags, combiner), **TOLERANCE)
+    np.testing.assert_allclose(got, expect(bags, combiner), **TOLERANCE)
     np.testing.assert_array_equal(got[1], 0)
 
 
@@ -128,7 +128,7 @@ def test_padded_dense_feature_with_weights():
         for bag in zip(keys, weights, strict=True)
     ]
     got = embed(collection, jaxsok.Bags(keys, weights=weights))
-    np.testing.assert_allclose(got, expected(bags, "mean", weighted=True), **TOLERANCE)
+    np.testing.assert_allclose(got, expect(bags, "mean", weighted=True), **TOLERANCE)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", None])

@@ -29,12 +29,12 @@ def test_growth_without_a_maximum():
         keys = rng.integers(0, 4000, 512)
         features = programs.batch(collection, user=keys)
         state = collection.grow(state)
-        before = programs.exported(collection, state)
+        before = programs.export(collection, state)
         state, stats = programs.learn(collection, state, features)
         stats.check()
         for key in keys.tolist():
             expected.setdefault(key, len(expected))
-        after = programs.exported(collection, state)
+        after = programs.export(collection, state)
         assert {key: row_id for key, (row_id, _, _) in after.items()} == expected
         for key in before.keys() - set(keys.tolist()):
             np.testing.assert_array_equal(before[key][1], after[key][1])
@@ -56,7 +56,7 @@ def test_growth_keeps_everything():
         np.testing.assert_array_equal(before["state"][name], after["state"][name])
     assert int(grown.step) == 1
     grown = programs.insert(collection, grown, [100, 101, 102])
-    ids = {key: row_id for key, (row_id, _, _) in programs.exported(collection, grown).items()}
+    ids = {key: row_id for key, (row_id, _, _) in programs.export(collection, grown).items()}
     assert (ids[100], ids[101], ids[102]) == (3, 6, 8)
 
 
@@ -106,7 +106,7 @@ def test_a_full_table_refuses_the_keys_that_come_last():
     assert list(programs.rows_of(collection, state)) == [1, 2, 9, 8]
     initial = programs.initial_rows("user", DIM, [9, 1, 8, 7, 9, 7, 6])
     np.testing.assert_array_equal(embeddings["user"], np.concatenate([initial, np.zeros((1, DIM), np.float32)]))
-    before = programs.exported(collection, state)
+    before = programs.export(collection, state)
     state, stats = programs.update(collection)(state, plan, {"user": jnp.ones((8, DIM))})
     assert programs.counts(stats) == {
         "num_found": 2,
@@ -128,12 +128,12 @@ def test_refused_keys_contribute_to_their_bags():
     keys = np.array([[1, 2], [2, -1]])
     features = programs.batch(collection, user=keys)
     embeddings, state, plan = collection.lookup(collection.init(seed=0), features)
-    one, two = programs.initial_rows("user", DIM, [1, 2])
-    np.testing.assert_allclose(embeddings["user"], [(one + two) / 2, two], rtol=0, atol=1e-8)  # numbers <= 0.05
+    first, two = programs.initial_rows("user", DIM, [1, 2])
+    np.testing.assert_allclose(embeddings["user"], [(first + two) / 2, two], rtol=0, atol=1e-8)  # numbers <= 0.05
     state, stats = collection.update(state, plan, {"user": jnp.ones((2, DIM))})
     rows = programs.rows_of(collection, state)
     assert list(rows) == [1]
-    np.testing.assert_allclose(rows[1], one - 0.5, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(rows[1], first - 0.5, rtol=0, atol=1e-7)
     again, _, _ = collection.lookup(state, features)
     np.testing.assert_array_equal(again["user"][1], two)  # it was not updated
     assert programs.counts(stats)["num_refused"] == 2
@@ -152,7 +152,7 @@ def test_a_full_table_still_finds_and_erasing_makes_room():
     assert programs.counts(stats)["num_missing"] == 64
     state, _ = collection.erase(state, "user", np.array([3, 5]))
     state = programs.insert(collection, state, [100, 101, 102])
-    assert {key: row_id for key, (row_id, _, _) in programs.exported(collection, state).items()} == {
+    assert {key: row_id for key, (row_id, _, _) in programs.export(collection, state).items()} == {
         0: 0,
         1: 1,
         2: 2,
@@ -309,7 +309,7 @@ def test_keys_of_one_bucket():
     state, stats = programs.learn(collection, state, programs.batch(collection, user=keys), gradient=0.0)
     assert programs.counts(stats)["num_inserted"] == 64
     assert programs.total(stats, "longest_probe") >= 16  # 64 keys in buckets of four
-    assert programs.exported(collection, state).keys() == set(keys.tolist())
+    assert programs.export(collection, state).keys() == set(keys.tolist())
     embeddings, stats = programs.find(collection)(state, programs.batch(collection, user=keys[::-1].copy()))
     assert programs.counts(stats)["num_found"] == 64
     np.testing.assert_array_equal(embeddings["user"], programs.initial_rows("user", DIM, keys[::-1]))
@@ -334,8 +334,8 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
         state = collection.grow(state)
     state, stats = programs.learn(collection, state, features, gradient=0.0)
     assert programs.counts(stats)["num_refused"] == 0 and programs.total(stats, "num_unplaced") == 0
-    assert programs.exported(collection, state).keys() == set(keys.tolist())
-    ids = sorted(row_id for row_id, _, _ in programs.exported(collection, state).values())
+    assert programs.export(collection, state).keys() == set(keys.tolist())
+    ids = sorted(row_id for row_id, _, _ in programs.export(collection, state).values())
     assert ids == list(range(600))
 
 
@@ -502,7 +502,7 @@ def test_refused_keys_are_reported_while_steps_run():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = collection.grow(state, batch)
-        warned += [(number, str(one.message)) for one in caught]
+        warned += [(number, str(warning.message)) for warning in caught]
         state, _, stats = step(state, batch.features)
     ((number, message),) = warned
     assert number < 16 and 'table "full": got ' in message and "raise max_capacity" in message

@@ -41,7 +41,7 @@ def group_2(root, path, limit, used, cache=0):
     write(folder / "memory.stat", f"anon 55\ninactive_file {cache}\nactive_file 66")
 
 
-def found(root):
+def find_limits(root):
     return {limit.name: limit.num_bytes for limit in host_limits.limits(root)}
 
 
@@ -49,9 +49,9 @@ HOST = {"MemAvailable of /proc/meminfo": 8 * GIB}
 
 
 def test_a_host_without_control_groups(root):
-    assert found(root) == HOST
+    assert find_limits(root) == HOST
     write(root / "proc/self/cgroup", "0::/")
-    assert found(root) == HOST
+    assert find_limits(root) == HOST
 
 
 def test_a_system_that_reports_nothing(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_nested_groups_of_version_2(root):
     group_2(root, "jobs/mine", 5 * GIB, 3 * GIB)
     group_2(root, "jobs/mine/inner", NONE_2, GIB)
     group_2(root, "jobs/other", GIB, GIB)
-    assert found(root) == HOST | {
+    assert find_limits(root) == HOST | {
         "/sys/fs/cgroup/jobs/memory.max": 3 * GIB,
         "/sys/fs/cgroup/jobs/mine/memory.max": 2 * GIB,
     }
@@ -82,7 +82,7 @@ def test_nested_groups_of_version_1(root):
     group_1(root, "jobs/mine", GIB, 2 * GIB)
     group_1(root, "jobs/wrong", GIB, GIB)
     (root / "sys/fs/cgroup/unified/jobs/mine").mkdir(parents=True)
-    assert found(root) == HOST | {
+    assert find_limits(root) == HOST | {
         "/sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": 3 * GIB,
         "/sys/fs/cgroup/memory/jobs/mine/memory.limit_in_bytes": 0,
     }
@@ -93,7 +93,7 @@ def test_a_container(root, path):
     """The kernel's path has another root; the container's own group is the mounted one."""
     write(root / "proc/self/cgroup", f"0::{path}")
     group_2(root, ".", 3 * GIB, GIB)
-    assert found(root) == HOST | {"/sys/fs/cgroup/memory.max": 2 * GIB}
+    assert find_limits(root) == HOST | {"/sys/fs/cgroup/memory.max": 2 * GIB}
 
 
 def test_this_machine():
@@ -134,12 +134,12 @@ def test_all_processes_compute_the_same_share(monkeypatch):
     mesh = jax.make_mesh((2,), ("data",))
     asked = []
 
-    def gathered(topic, message):
+    def gather(topic, message):
         asked.append(message)
         return [message, message.replace("1000", "900")]
 
     monkeypatch.setattr(shards.MeshShards, "num_processes", 2)
-    monkeypatch.setattr(processes, "gather", gathered)
+    monkeypatch.setattr(processes, "gather", gather)
     monkeypatch.setattr(host_limits, "limits", lambda: mine)
     share = host_limits.share_of_device(shards.MeshShards(mesh, ("data",)))
     assert share == least_share([(2, mine), (2, other)]) and share.num_bytes == 225 and len(asked) == 1

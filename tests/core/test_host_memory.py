@@ -155,12 +155,12 @@ def test_the_estimate_is_what_each_device_allocates(num_shards):
     for estimate, made in zip(estimates[2:], (state, grown), strict=True):
         for device in collection.shards.mesh.devices.flat:
             host_rows = [store.rows if store.tier else () for store in made.stores]
-            assert [one.host_bytes for one in estimate.stores] == [nbytes(rows, device) for rows in host_rows]
+            assert [store.host_bytes for store in estimate.stores] == [nbytes(rows, device) for rows in host_rows]
             assert estimate.host_bytes == nbytes(host_rows, device) > 0
             assert estimate.state_bytes == nbytes(made, device) - estimate.host_bytes
-            for one, store in zip(estimate.stores, made.stores, strict=True):
-                assert one.state.get("places", 0) == nbytes([tier.places for tier in store.tier], device)
-                assert ("rows" in one.state) == (not store.tier)
+            for store_estimate, store in zip(estimate.stores, made.stores, strict=True):
+                assert store_estimate.state.get("places", 0) == nbytes([tier.places for tier in store.tier], device)
+                assert ("rows" in store_estimate.state) == (not store.tier)
 
 
 def test_the_estimate_counts_what_is_staged():

@@ -191,16 +191,16 @@ def test_golden_rows(path):
 @pytest.mark.parametrize("dim", [1, 3, 16])
 def test_fan_in_is_a_kernel_initializer(dim):
     """The bits equal the kernels' own with the deviation of this dim, without new code at run time."""
-    one = jaxsok.initializers
+    initializers = jaxsok.initializers
     deviation = np.sqrt(2.0 / dim)
     within_two = 0.8796256610342398  # for the standard normal distribution cut at two
     pairs = {
-        "uniform": one.uniform(-np.sqrt(3.0) * deviation, np.sqrt(3.0) * deviation),
-        "normal": one.normal(deviation),
-        "truncated_normal": one.truncated_normal(deviation / within_two),
+        "uniform": initializers.uniform(-np.sqrt(3.0) * deviation, np.sqrt(3.0) * deviation),
+        "normal": initializers.normal(deviation),
+        "truncated_normal": initializers.truncated_normal(deviation / within_two),
     }
     for distribution, same in pairs.items():
-        got, want = (draw(i, dim=dim, keys=KEYS[:64]) for i in (one.fan_in(2.0, distribution), same))
+        got, want = (draw(i, dim=dim, keys=KEYS[:64]) for i in (initializers.fan_in(2.0, distribution), same))
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)  # a parameter may round differently
 
 
@@ -219,10 +219,10 @@ def test_fan_in_is_that_of_jax(distribution, scale):
 
 def test_fan_in_follows_the_dim():
     """One declaration serves tables of several dims."""
-    one = jaxsok.initializers.fan_in()
+    initializer = jaxsok.initializers.fan_in()
     for dim in (4, 64):
-        assert np.isclose(draw(one, dim=dim).var() * dim, 1, rtol=0.02)
-    assert one.of_dim(4) != one.of_dim(64) and one == jaxsok.initializers.fan_in()
+        assert np.isclose(draw(initializer, dim=dim).var() * dim, 1, rtol=0.02)
+    assert initializer.for_dim(4) != initializer.for_dim(64) and initializer == jaxsok.initializers.fan_in()
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ MATRIX = (np.arange(7 * TRACED_DIM, dtype=np.float32).reshape(7, TRACED_DIM) - 1
 MIXED = [0, 1, 6, 7, 2**32, 2**32 + 3, 2**63, 2**64 - 2, 2**40 + 11, 12345678901234567]
 
 
-def of_key(words, columns):
+def row_of_key(words, columns):
     """Computes an integer from both words and the column, then one exact product: a user's function."""
     mixed = (words[0] * jnp.uint32(3) + words[1] * jnp.uint32(5)) % jnp.uint32(64)
     return (mixed.astype(jnp.int32) - columns * 2).astype(jnp.float32) / 8
@@ -253,10 +253,14 @@ def oracle_row(table, key):
 
 
 @functools.cache
-def mixed(num_shards=None, dtype="float32", placement=jaxsok.SHARDED, capacity=256, unknown="initial"):
+def declare_mixed(num_shards=None, dtype="float32", placement=jaxsok.SHARDED, capacity=256, unknown="initial"):
     """Declares a store with a table of each kind, with single keys and bags; if sharded, one table is on a shard."""
-    one = jaxsok.initializers
-    kinds = {"matrix": one.matrix(MATRIX), "kernel": one.uniform(), "own": one.function(of_key, "of_key")}
+    initializers = jaxsok.initializers
+    kinds = {
+        "matrix": initializers.matrix(MATRIX),
+        "kernel": initializers.uniform(),
+        "own": initializers.function(row_of_key, "of_key"),
+    }
     options = {"capacity": capacity, "dtype": dtype, "unknown": unknown}
     placements = {name: placement for name in kinds}
     if placement == jaxsok.SHARDED:
@@ -358,7 +362,7 @@ def assert_like_dense(collection, dense, state, raw, planned):
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), keys=st.lists(st.integers(0, 2**64 - 2), min_size=1, max_size=12))
 def test_traced_rows_are_those_of_a_dict(planned, seed, keys):
     """New, known, repeated and padding keys over steps agree to the bit, with tables of each kind in one store."""
-    rng, collection, dense = np.random.default_rng(seed), mixed(), Dense("float32")
+    rng, collection, dense = np.random.default_rng(seed), declare_mixed(), Dense("float32")
     state = collection.init(seed=4)
     for step in range(3):
         state, counted = assert_like_dense(
@@ -371,18 +375,20 @@ def test_traced_rows_are_those_of_a_dict(planned, seed, keys):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_traced_rows_of_16_bits(dtype):
     """Rows are rounded to nearest when they are made; absent rows read the rounded values."""
-    one = jaxsok.initializers
+    initializers = jaxsok.initializers
     values = np.random.default_rng(0).normal(size=(5, TRACED_DIM)).astype(np.float32)
     values[0] = [3.3e38, -3.3e38, 65519.0]  # beyond the largest float16; 3.3e38 is below that of bfloat16
     want = np.clip(values, -np.float32(jnp.finfo(dtype).max), np.float32(jnp.finfo(dtype).max)).astype(jnp.dtype(dtype))
-    collection = programs.one_table(dim=TRACED_DIM, dtype=dtype, initializer=one.matrix(values))
+    collection = programs.one_table(dim=TRACED_DIM, dtype=dtype, initializer=initializers.matrix(values))
     features = programs.batch(collection, user=np.arange(5))
     found, _ = collection.find(collection.init(), features)
     embeddings, state, _ = jax.jit(collection.lookup, donate_argnums=0)(collection.init(), features)
     rows = programs.rows_of(collection, state)
     for got in (found["user"], embeddings["user"], np.stack([rows[key] for key in range(5)])):
         np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
-    wide = programs.one_table(dim=TRACED_DIM, dtype=dtype, embedding_dtype="float32", initializer=one.matrix(values))
+    wide = programs.one_table(
+        dim=TRACED_DIM, dtype=dtype, embedding_dtype="float32", initializer=initializers.matrix(values)
+    )
     found, _ = wide.find(wide.init(), features_like(wide, np.arange(5)))
     np.testing.assert_array_equal(found["user"], want.astype(np.float32))
 
@@ -396,7 +402,7 @@ def features_like(collection, keys):
 @pytest.mark.parametrize("placement", [jaxsok.SHARDED, jaxsok.REPLICATED], ids=str)
 def test_traced_rows_on_a_mesh(path, placement):
     """Owners or all shards make the rows of one device, over steps."""
-    collection, dense = mixed(2, placement=placement), Dense("float32")
+    collection, dense = declare_mixed(2, placement=placement), Dense("float32")
     state, rng = collection.init(seed=4), np.random.default_rng(1)
     raws = [mixed_batch(rng, MIXED[: 4 + 3 * step]) for step in range(3)]
     if path == "rounds":
@@ -427,11 +433,11 @@ def planned_step(collection):
 def test_keys_that_were_not_sent_read_their_initial_rows(num_shards):
     """Keys refused for lack of rows, or of room on the wire, read their initial rows and are counted."""
     if num_shards is None:
-        collection = mixed(capacity=1)  # three rows for all tables
+        collection = declare_mixed(capacity=1)  # three rows for all tables
         features = programs.batch(collection, **distinct_raw())
         asked = features
     else:
-        collection = mixed(num_shards)
+        collection = declare_mixed(num_shards)
         features = programs.batch(collection, **distinct_raw())
         asked = collection.plan(features, send_capacity=(4,))
     embeddings, state, plan = programs.lookup(collection)(collection.init(seed=4), asked)
@@ -457,7 +463,7 @@ def distinct_raw():
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_find_of_unknown_keys_gives_zeros_where_declared(num_shards):
     """As with the kernels' own initializers, unknown keys give zeros and count as missing."""
-    collection = mixed(num_shards, unknown="zeros")
+    collection = declare_mixed(num_shards, unknown="zeros")
     features = programs.batch(collection, **distinct_raw())
     # The compiler for GPUs of jaxlib 0.11.2 ends the process where `shard_map` takes an array without elements.
     program = programs.find(collection).lower(collection.init(seed=4), features).as_text()
@@ -497,7 +503,7 @@ def test_rows_in_later_slabs():
 
 def test_slabs_at_most():
     """If XLA makes rows, lookups have an additional slab, so such a store has one slab less."""
-    assert mixed().stores[0].max_slabs == 23 and programs.one_table().stores[0].max_slabs == 24
+    assert declare_mixed().stores[0].max_slabs == 23 and programs.one_table().stores[0].max_slabs == 24
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 4096, 65_535, 65_536, 65_537, 2**31 - 1])
@@ -525,11 +531,11 @@ def test_a_function_sees_one_key():
 def test_a_function_that_is_not_finite(bad):
     """The embedding has the bad value; the update skips and counts the row, and `check` raises."""
 
-    def of_parity(words, columns):
+    def row_of_parity(words, columns):
         """Returns values that are not finite for odd keys."""
         return jnp.where(words[0] % 2 == 1, jnp.float32(bad), 1.0) * jnp.ones(columns.shape)
 
-    collection = programs.one_table(initializer=jaxsok.initializers.function(of_parity, "parity"))
+    collection = programs.one_table(initializer=jaxsok.initializers.function(row_of_parity, "parity"))
     embeddings, state, plan = collection.lookup(
         collection.init(), programs.batch(collection, user=programs.as_array([4, 7]))
     )
@@ -544,22 +550,25 @@ def test_a_function_that_is_not_finite(bad):
 
 def test_equal_declarations():
     """A matrix is compared by its numbers, a function by itself and its name: both enter the fingerprint."""
-    one = jaxsok.initializers
-    same, other = one.matrix(MATRIX.tolist()), one.matrix(-MATRIX)
-    assert one.matrix(MATRIX) == same != other and len({one.matrix(MATRIX), same, other}) == 2
-    assert one.matrix(MATRIX) != one.matrix(MATRIX.reshape(TRACED_DIM, 7))
-    named, renamed = one.function(of_key, "a"), one.function(of_key, "b")
-    assert named == one.function(of_key, "a") != renamed and len({named, renamed, one.function(of_key, "a")}) == 2
-    assert named != one.function(lambda *given: of_key(*given), "a")
+    initializers = jaxsok.initializers
+    same, other = initializers.matrix(MATRIX.tolist()), initializers.matrix(-MATRIX)
+    assert initializers.matrix(MATRIX) == same != other and len({initializers.matrix(MATRIX), same, other}) == 2
+    assert initializers.matrix(MATRIX) != initializers.matrix(MATRIX.reshape(TRACED_DIM, 7))
+    named, renamed = initializers.function(row_of_key, "a"), initializers.function(row_of_key, "b")
+    assert (
+        named == initializers.function(row_of_key, "a") != renamed
+        and len({named, renamed, initializers.function(row_of_key, "a")}) == 2
+    )
+    assert named != initializers.function(lambda *given: row_of_key(*given), "a")
 
     def fingerprint(initializer):
         return programs.one_table(dim=TRACED_DIM, initializer=initializer).fingerprint
 
-    of_each = [one.zeros(), one.fan_in(), one.matrix(MATRIX), other, named, renamed]
+    of_each = [initializers.zeros(), initializers.fan_in(), initializers.matrix(MATRIX), other, named, renamed]
     assert len({fingerprint(each) for each in of_each}) == len(of_each)
     # In another process the function is another object, so its name represents it.
-    assert fingerprint(named) == fingerprint(one.function(lambda *given: of_key(*given), "a"))
-    assert fingerprint(one.fan_in(1.0, "normal")) == fingerprint(one.normal(1 / np.sqrt(TRACED_DIM)))
+    assert fingerprint(named) == fingerprint(initializers.function(lambda *given: row_of_key(*given), "a"))
+    assert fingerprint(initializers.fan_in(1.0, "normal")) == fingerprint(initializers.normal(1 / np.sqrt(TRACED_DIM)))
 
 
 def test_a_matrix_is_a_copy():
@@ -576,34 +585,62 @@ def declared_with(initializer):
 
 
 BAD = {
-    "scale": (ValueError, "fan_in: scale: got -1", lambda one: one.fan_in(-1.0)),
-    "scale kind": (ValueError, "fan_in: scale: got 'a'", lambda one: one.fan_in("a")),
-    "distribution": (ValueError, "fan_in: distribution: got 'cauchy', wanted", lambda one: one.fan_in(1, "cauchy")),
-    "integers": (TypeError, r"matrix: values: got int64\[1, 3\], wanted floats", lambda one: one.matrix([[1, 2, 3]])),
-    "one axis": (ValueError, r"matrix: values: got shape \[3\], wanted", lambda one: one.matrix(np.ones(3))),
-    "no rows": (ValueError, r"matrix: values: got shape \[0, 3\]", lambda one: one.matrix(np.ones((0, 3)))),
-    "infinite": (ValueError, "matrix: values: got infinite or NaN", lambda one: one.matrix([[1e39, 0.0, 0.0]])),
+    "scale": (ValueError, "fan_in: scale: got -1", lambda initializers: initializers.fan_in(-1.0)),
+    "scale kind": (ValueError, "fan_in: scale: got 'a'", lambda initializers: initializers.fan_in("a")),
+    "distribution": (
+        ValueError,
+        "fan_in: distribution: got 'cauchy', wanted",
+        lambda initializers: initializers.fan_in(1, "cauchy"),
+    ),
+    "integers": (
+        TypeError,
+        r"matrix: values: got int64\[1, 3\], wanted floats",
+        lambda initializers: initializers.matrix([[1, 2, 3]]),
+    ),
+    "one axis": (
+        ValueError,
+        r"matrix: values: got shape \[3\], wanted",
+        lambda initializers: initializers.matrix(np.ones(3)),
+    ),
+    "no rows": (
+        ValueError,
+        r"matrix: values: got shape \[0, 3\]",
+        lambda initializers: initializers.matrix(np.ones((0, 3))),
+    ),
+    "infinite": (
+        ValueError,
+        "matrix: values: got infinite or NaN",
+        lambda initializers: initializers.matrix([[1e39, 0.0, 0.0]]),
+    ),
     "columns": (
         ValueError,
         'TableSpec "item": initializer: got a matrix of 2 columns, wanted dim = 3',
-        lambda one: declared_with(one.matrix(np.ones((4, 2)))),
+        lambda initializers: declared_with(initializers.matrix(np.ones((4, 2)))),
     ),
-    "no function": (TypeError, "function: fn: got 3, wanted a function", lambda one: one.function(3, "a")),
-    "no name": (TypeError, "function: name: got '', wanted a string", lambda one: one.function(of_key, "")),
+    "no function": (
+        TypeError,
+        "function: fn: got 3, wanted a function",
+        lambda initializers: initializers.function(3, "a"),
+    ),
+    "no name": (
+        TypeError,
+        "function: name: got '', wanted a string",
+        lambda initializers: initializers.function(row_of_key, ""),
+    ),
     "shape": (
         TypeError,
         r"TableSpec \"item\": initializer: got function\('a'\) that gives float32\[2\] .* wanted float32\[3\]",
-        lambda one: declared_with(one.function(lambda words, columns: jnp.zeros(2), "a")),
+        lambda initializers: declared_with(initializers.function(lambda words, columns: jnp.zeros(2), "a")),
     ),
     "dtype": (
         TypeError,
         r"initializer: got function\('a'\) that gives int32\[3\] .* wanted float32\[3\]",
-        lambda one: declared_with(one.function(lambda words, columns: columns, "a")),
+        lambda initializers: declared_with(initializers.function(lambda words, columns: columns, "a")),
     ),
     "nothing": (
         TypeError,
         r"got function\('a'\) that gives NoneType",
-        lambda one: declared_with(one.function(lambda words, columns: None, "a")),
+        lambda initializers: declared_with(initializers.function(lambda words, columns: None, "a")),
     ),
 }
 

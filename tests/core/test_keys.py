@@ -36,7 +36,7 @@ def test_constants():
 @given(keys=st.lists(strategies.any_key(), min_size=8, max_size=8))
 def test_every_64_bit_key_is_itself(keys):
     """No key is narrowed, folded or changed in sign, as uint64, as int64 and as words."""
-    collection = _shared()
+    collection = _shared_collection()
     distinct = list(dict.fromkeys(keys))
     array = programs.as_array(keys)
     assert keys_in(collection, array) == distinct
@@ -47,7 +47,7 @@ def test_every_64_bit_key_is_itself(keys):
 _SHARED = {}
 
 
-def _shared():
+def _shared_collection():
     if "collection" not in _SHARED:
         _SHARED["collection"] = programs.one_table()
     return _SHARED["collection"]

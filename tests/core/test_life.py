@@ -117,7 +117,7 @@ def collection_of(num_shards, max_capacity=None, capacity=None, statistics=False
 
 
 @functools.cache
-def jitted(collection, name, **options):
+def jit_method(collection, name, **options):
     """Returns a jitted method of a collection, with a donated state if it returns one."""
     donated = 0 if name in ("lookup", "update") else ()
     return jax.jit(getattr(collection, name), donate_argnums=donated, compiler_options=programs.quickly())
@@ -170,7 +170,7 @@ class Table:
             kept = {key: num for key, num in self.seen.items() if key in self.waiting or not is_asked(key)}
             self.seen = collections.Counter(kept)
 
-    def given(self, keys):
+    def give_rows(self, keys):
         """Admits waiting keys directly, as if they had been seen often enough, even without room."""
         self.seen.update({key: self.num_sightings - self.seen[key] for key in keys if key in self.waiting})
 
@@ -199,7 +199,7 @@ class Store:
         """Returns the data of a row that was never used."""
         return Line(table.initial(key), self.optimizer.initial_state(self.dim))
 
-    def ranked(self, names, policy):
+    def rank_rows(self, names, policy):
         """Returns (rank, table, key) of the rows of some tables, the first to leave first, and their names."""
         rank = {
             policies.LeastRecentlyUsed: lambda line: (line.last_step,),
@@ -491,9 +491,9 @@ class LifeMachine(RuleBasedStateMachine):
         features = self.collection.batch(raw_of(batch)).features
         self.grow()
         if ahead and self.num_shards is None:
-            features = jitted(self.collection, "plan")(features)
+            features = jit_method(self.collection, "plan")(features)
         options = {name: jnp.uint32(value) for name, value in self.options.items()}  # traced: one program for all
-        embeddings, self.state, plan = jitted(self.collection, "lookup")(self.state, features, **options)
+        embeddings, self.state, plan = jit_method(self.collection, "lookup")(self.state, features, **options)
         expected, expected_plan, num_unadmitted = self.oracle.lookup(batch, self.now, self.let_in)
         self.compare(embeddings, expected)
         self.pending.append((plan, expected_plan, num_unadmitted, expected, self.now))
@@ -508,7 +508,7 @@ class LifeMachine(RuleBasedStateMachine):
         """Updates with the oldest plan, stale or not."""
         plan, expected_plan, num_unadmitted, expected, looked_up_at = self.pending.pop(0)
         gradients = gradients_of(expected, shift)
-        self.state, stats = jitted(self.collection, "update")(self.state, plan, gradients)
+        self.state, stats = jit_method(self.collection, "update")(self.state, plan, gradients)
         is_stale = self.oracle.update(expected_plan, gradients)
         counted = stats.to_dict()
         num_uses = sum(use.row_id is not None for use in expected_plan.uses)
@@ -543,7 +543,7 @@ class LifeMachine(RuleBasedStateMachine):
     def find(self, batch):
         """Finds; changes nothing, statistics and counts of sightings included, as the next invariant checks."""
         features = self.collection.batch(raw_of(batch)).features
-        embeddings, stats = jitted(self.collection, "find")(self.state, features)
+        embeddings, stats = jit_method(self.collection, "find")(self.state, features)
         expected, counts = self.oracle.find(batch)
         self.compare(embeddings, expected)
         for name in NAMES:
@@ -566,8 +566,10 @@ class LifeMachine(RuleBasedStateMachine):
             self.state = self.collection.grow(
                 self.state, hand_over=lambda name, records: handed.append((name, records)), **self.options
             )
-        for one, capacity in zip(self.oracle.stores[1:], (None, self.collection.stores[2].max_capacity), strict=True):
-            assert capacity is None or self.capacity(one) == capacity
+        for model_store, capacity in zip(
+            self.oracle.stores[1:], (None, self.collection.stores[2].max_capacity), strict=True
+        ):
+            assert capacity is None or self.capacity(model_store) == capacity
         if growth.num_evictions == num_evictions:
             assert not handed
             if self.num_shards is None:
@@ -575,7 +577,7 @@ class LifeMachine(RuleBasedStateMachine):
             return
         hypothesis.event("evicted by grow")
         assert self.capacity(store) == limit
-        leaving = self.taken(handed)
+        leaving = self.check_taken(handed)
         parts = self.by_shard(leaving)
         num_kept = [had - len(part) for had, part in zip(in_use, parts, strict=True)]
         if self.num_shards is None:  # docs/growth.md
@@ -588,7 +590,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     # Rows leave
 
-    def taken(self, handed):
+    def check_taken(self, handed):
         """Checks the (table, key) pairs that a hand-over received: each once, with all its data in the dicts."""
         pairs = []
         for name, records in handed:
@@ -602,7 +604,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     def lowest(self, store, names, policy, num_kept):
         """Returns the rows that leave if each shard keeps so many."""
-        parts = self.by_shard(store.ranked(names, policy))
+        parts = self.by_shard(store.rank_rows(names, policy))
         return [pair for part, kept in zip(parts, num_kept, strict=True) for pair in part[: len(part) - kept]]
 
     def leave(self, store, got, wanted):
@@ -612,9 +614,9 @@ class LifeMachine(RuleBasedStateMachine):
             del store.tables[name].lines[key]
             if store is self.oracle.stores[0]:  # the store with a policy
                 store.tables[name].num_evicted += 1
-        self.lost(store, wanted)
+        self.lose(store, wanted)
 
-    def lost(self, store, gone):
+    def lose(self, store, gone):
         """Handles removed rows: if there are any, earlier plans are stale and their shards forget admitted keys."""
         store.generation += bool(gone)
         shards = {self.shard_of(*pair) for pair in gone}
@@ -650,7 +652,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.check_counts(evicted, left)
         hypothesis.event(f"evicted to a budget: {bool(left)}")
         if is_handed:  # evicted and kept rows are all rows
-            assert set(self.taken(handed)) == set(left)
+            assert set(self.check_taken(handed)) == set(left)
         self.leave(store, left, self.lowest(store, names, policy or store_policy(store), num_kept))
 
     def keys_of(self, name):
@@ -679,7 +681,7 @@ class LifeMachine(RuleBasedStateMachine):
         )
         self.check_counts(evicted, left)
         hypothesis.event(f"evicted by time: {bool(left)}")
-        self.leave(store, self.taken(handed), left)
+        self.leave(store, self.check_taken(handed), left)
 
     @rule()
     def evict_small_rows(self):
@@ -704,21 +706,21 @@ class LifeMachine(RuleBasedStateMachine):
         assert int(num_erased) == len(gone)
         for key in gone:
             del store.tables[name].lines[key]
-        self.lost(store, [(name, key) for key in gone])
+        self.lose(store, [(name, key) for key in gone])
 
     @rule(name=st.sampled_from(NAMES))
     def clear(self, name):
         """Removes all keys, including waiting keys, and empties the table's part of the filter."""
         self.state, num_erased = self.collection.clear(self.state, name)
         assert int(num_erased) == len(self.oracle.tables[name].lines)
-        self.cleared(name)
+        self.clear_rows(name)
 
-    def cleared(self, name):
+    def clear_rows(self, name):
         """Clears a table in the dicts."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
         gone = [(name, key) for key in table.lines]
         table.lines, table.seen = {}, collections.Counter()
-        self.lost(store, gone)
+        self.lose(store, gone)
 
     # By key
 
@@ -747,7 +749,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.may_refuse = True
         entered = self.let_in(store, new)
         self.may_refuse = False
-        table.given(key for _, key in new)
+        table.give_rows(key for _, key in new)
         for _, key in entered:
             table.lines[key] = store.new_line(table, key)
         assert int(num_inserted) == len(entered)
@@ -789,7 +791,7 @@ class LifeMachine(RuleBasedStateMachine):
     def enter(self, name, records, reset_state=False):
         """Imports records into the dicts."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
-        table.given(key for key in records.keys.tolist() if key not in table.lines)
+        table.give_rows(key for key in records.keys.tolist() if key not in table.lines)
         for i, key in enumerate(records.keys.tolist()):
             line = table.lines.get(key)
             if line is None or reset_state:
@@ -893,8 +895,8 @@ class LifeMachine(RuleBasedStateMachine):
             np.testing.assert_allclose(rows, want, err_msg=name, **TOLERANCE)
         assert tuple(states) == store.state_names
         for i, array in enumerate(states.values()):
-            for line, one in zip(lines, array, strict=True):
-                np.testing.assert_allclose(one, line.states[i].astype(np.float32), err_msg=name, **TOLERANCE)
+            for line, part in zip(lines, array, strict=True):
+                np.testing.assert_allclose(part, line.states[i].astype(np.float32), err_msg=name, **TOLERANCE)
         assert (last_steps is not None) == (frequencies is not None) == store.keeps_statistics
         if store.keeps_statistics:
             assert last_steps.tolist() == [line.last_step for line in lines]

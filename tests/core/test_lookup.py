@@ -30,13 +30,13 @@ def batch(seed: int, space: int = 30):
 
 
 @jax.jit
-def fused(state, features):
+def lookup_fused(state, features):
     """Looks up without a plan."""
     return COLLECTION.lookup(state, features)
 
 
 @jax.jit
-def planned(state, features):
+def lookup_planned(state, features):
     """Looks up with a plan made separately."""
     return COLLECTION.lookup(state, COLLECTION.plan(features))
 
@@ -44,17 +44,17 @@ def planned(state, features):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_made_apart_changes_nothing(seed):
     """Embeddings, row ids, counts and rows are equal to the bit with and without `Collection.plan`."""
-    one, other = COLLECTION.init(seed=1), COLLECTION.init(seed=1)
+    first, other = COLLECTION.init(seed=1), COLLECTION.init(seed=1)
     for step in range(3):
         features = batch(10 * seed + step)
-        e1, one, p1 = fused(one, features)
-        e2, other, p2 = planned(other, features)
+        e1, first, p1 = lookup_fused(first, features)
+        e2, other, p2 = lookup_planned(other, features)
         for name in e1:
             assert np.array_equal(np.asarray(e1[name]), np.asarray(e2[name])), name
         for f1, f2 in zip(p1.found, p2.found, strict=True):
             assert np.array_equal(np.asarray(f1.row_ids), np.asarray(f2.row_ids))
             assert np.array_equal(np.asarray(f1.counts), np.asarray(f2.counts))
-    for s1, s2 in zip(one.stores, other.stores, strict=True):
+    for s1, s2 in zip(first.stores, other.stores, strict=True):
         assert np.array_equal(np.asarray(s1.records[0])[:, :3], np.asarray(s2.records[0])[:, :3])
         assert np.array_equal(np.asarray(s1.rows[0]), np.asarray(s2.rows[0]))
 
@@ -62,7 +62,7 @@ def test_a_plan_made_apart_changes_nothing(seed):
 def test_find_reads_what_lookup_gave():
     """When the keys have rows, the evaluation lookup gives the same bits and changes nothing."""
     features = batch(5)
-    embeddings, state, _ = fused(COLLECTION.init(seed=1), features)
+    embeddings, state, _ = lookup_fused(COLLECTION.init(seed=1), features)
     again, stats = COLLECTION.find(state, features)
     for name in embeddings:
         assert np.array_equal(np.asarray(embeddings[name]), np.asarray(again[name])), name
@@ -73,7 +73,7 @@ def test_find_of_unknown_keys():
     """A key without a row reads its initial row, or zeros if its table declares so."""
     features = batch(6)
     embeddings, _ = COLLECTION.find(COLLECTION.init(seed=1), features)
-    first, *_ = fused(COLLECTION.init(seed=1), features)
+    first, *_ = lookup_fused(COLLECTION.init(seed=1), features)
     assert np.array_equal(np.asarray(embeddings["one"]), np.asarray(first["one"]))
     assert not np.asarray(embeddings["bag"]).any() and np.asarray(first["bag"]).any()
 

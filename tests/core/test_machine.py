@@ -97,7 +97,7 @@ def raw_of(batch):
         "user": programs.as_array([bag[0] for bag in batch["user"]]),
         "history": programs.to_bags(batch["history"]),
         "basket": programs.as_array(batch["basket"]),
-        "friends": _weighted(batch["friends"]),
+        "friends": _weight(batch["friends"]),
         "ad": programs.to_bags(batch["ad"]),
         "slot": jaxsok.Bags(
             programs.as_array([keys for keys, _ in slot]),
@@ -106,7 +106,7 @@ def raw_of(batch):
     }
 
 
-def _weighted(bags):
+def _weight(bags):
     """Returns ragged bags with weights, also if they are all empty."""
     bags_ = programs.to_bags(bags)
     if bags_.weights is None:
@@ -212,7 +212,7 @@ class TableMachine(RuleBasedStateMachine):
         chosen, self.pending = self.pending[:num_plans], self.pending[num_plans:]
         plans = [plan for plan, _, _ in chosen]
         gradients = [
-            {name: jnp.asarray(_padded(name, array)) for name, array in gradient.items()} for _, _, gradient in chosen
+            {name: jnp.asarray(_pad(name, array)) for name, array in gradient.items()} for _, _, gradient in chosen
         ]
         self.state, stats = programs.update(COLLECTION)(
             self.state, plans if as_list else plans[0], gradients if as_list else gradients[0]
@@ -275,7 +275,7 @@ class TableMachine(RuleBasedStateMachine):
                     np.testing.assert_allclose(array.reshape(expected.shape), expected, **TOLERANCE)
 
 
-def _padded(name, array):
+def _pad(name, array):
     """Pads gradients of the jagged feature to its buffer; the values past the end must not matter."""
     if name != "ad":
         return array

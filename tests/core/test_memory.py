@@ -78,8 +78,8 @@ def test_state_is_what_init_allocates(name):
         collection.memory_estimate(),
         collection.memory_estimate(state),
     ):
-        assert [dict(one.state) for one in estimate.stores] == [parts_of(store) for store in state.stores]
-        assert [one.capacity for one in estimate.stores] == [store.capacity for store in state.stores]
+        assert [dict(store.state) for store in estimate.stores] == [parts_of(store) for store in state.stores]
+        assert [store.capacity for store in estimate.stores] == [store.capacity for store in state.stores]
         assert estimate.state_bytes == estimate.total == nbytes(state)
 
 
@@ -104,14 +104,15 @@ def declared_over(num_shards, **exchange):
 @pytest.mark.parametrize("num_shards", [1, NUM_SHARDS])
 def test_state_on_a_mesh_is_what_each_device_allocates(num_shards):
     tables = [
-        dataclasses.replace(one, placement=on(0)) if one.name == "item" else one for one in declared_over(4).tables
+        dataclasses.replace(table, placement=on(0)) if table.name == "item" else table
+        for table in declared_over(4).tables
     ]
     collection = programs.over(num_shards, tables, [])
     state = collection.init(seed=0)
     estimate = memory_estimate(tables, num_shards=num_shards)
     assert estimate == collection.memory_estimate() == collection.memory_estimate(state)
     for device in collection.shards.mesh.devices.flat:
-        assert [dict(one.state) for one in estimate.stores] == [parts_of(store, device) for store in state.stores]
+        assert [dict(store.state) for store in estimate.stores] == [parts_of(store, device) for store in state.stores]
         assert estimate.state_bytes == nbytes(state, device)
 
 
@@ -119,7 +120,9 @@ def grown(collection, num_keys, num_steps, steps=1):
     """Returns a state after so many steps of only new keys, and a final `grow`."""
     state = collection.init(seed=0)
     for start in range(0, num_keys * num_steps, num_keys):
-        features = programs.batch(collection, **{one.name: np.arange(num_keys) + start for one in collection.features})
+        features = programs.batch(
+            collection, **{feature.name: np.arange(num_keys) + start for feature in collection.features}
+        )
         state = collection.grow(jax.block_until_ready(state), steps=steps)  # with known rows, not a bound
         _, state, _ = programs.lookup(collection)(state, features)
     return collection.grow(jax.block_until_ready(state), steps=steps)
@@ -134,21 +137,24 @@ def test_after_several_growths(steps, num_slabs):
     state = grown(collection, 10, 10, steps)
     assert [len(store.rows) for store in state.stores] == num_slabs
     estimate = collection.memory_estimate(state)
-    assert [dict(one.state) for one in estimate.stores] == [parts_of(store) for store in state.stores]
+    assert [dict(store.state) for store in estimate.stores] == [parts_of(store) for store in state.stores]
     assert estimate.state_bytes == nbytes(state)
     foreseen = memory_estimate(tables, features, num_rows=100, num_samples=10, steps=steps)
     assert foreseen.state_bytes == nbytes(state)
     capacities = [store.capacity for store in state.stores]
-    assert [one.reserve for one in foreseen.stores] == [min(10 * steps, capacities[0]) * 144, min(10 * steps, 150) * 64]
+    assert [store.reserve for store in foreseen.stores] == [
+        min(10 * steps, capacities[0]) * 144,
+        min(10 * steps, 150) * 64,
+    ]
     assert foreseen.bytes_per_key == nbytes(state) / 200
     # The index has two entries for each row of capacity.
-    assert [one.load for one in foreseen.stores] == [100 / (2 * capacity) for capacity in capacities]
+    assert [store.load for store in foreseen.stores] == [100 / (2 * capacity) for capacity in capacities]
 
 
 def test_growth_on_a_mesh():
     """The fullest shard decides when to grow, so the prediction is at least that."""
     tables = [table("user", 8, "adagrad", capacity=256), table("day", 4, capacity=64, placement=REPLICATED)]
-    features = [FeatureSpec(one.name, one.name) for one in tables]
+    features = [FeatureSpec(table.name, table.name) for table in tables]
     collection = programs.over(NUM_SHARDS, tables, features)
     state = grown(collection, 64, 8)
     for device in collection.shards.mesh.devices.flat:
@@ -170,13 +176,15 @@ def test_largest_capacities():
     assert rows["user"] // 3 == rows["item"]
 
     def total(more):
-        larger = [dataclasses.replace(one, capacity=rows[one.name] + more) for one in tables]
+        larger = [dataclasses.replace(table, capacity=rows[table.name] + more) for table in tables]
         return memory_estimate(larger, features, num_samples=512).total
 
     assert total(0) <= limit < total(2)
     # By hand: 256 + 4 + 16 + 32 bytes per row, from the memory left by the step and the tickets (258 of 8 bytes).
     assert sum(rows.values()) == pytest.approx((limit - estimate.step_bytes - 258 * 8) / 308, abs=4)
-    collection = jaxsok.Collection([dataclasses.replace(one, capacity=rows[one.name]) for one in tables], features)
+    collection = jaxsok.Collection(
+        [dataclasses.replace(table, capacity=rows[table.name]) for table in tables], features
+    )
     assert nbytes(collection.init(seed=0)) <= limit - estimate.step_bytes
     assert estimate.largest_capacities(1000) == {"user": 0, "item": 0}
 
@@ -191,7 +199,8 @@ def test_largest_capacities_end_at_max_capacity():
     assert rows["user"] == 5000 and rows["item"] // 1000 == rows["ad"]
     for more, fits in ((0, True), (2000, False)):
         larger = [
-            dataclasses.replace(one, capacity=min(rows[one.name] + more, one.max_capacity or 2**30)) for one in tables
+            dataclasses.replace(table, capacity=min(rows[table.name] + more, table.max_capacity or 2**30))
+            for table in tables
         ]
         assert (memory_estimate(larger).total <= 100 << 20) == fits
     assert "Rows that would fit: user 5,000 (its max_capacity), item " in str(estimate)
@@ -224,7 +233,7 @@ NUM_BAGS = 1024
 
 
 @functools.cache
-def declared(capacity=1 << 12):
+def declare(capacity=1 << 12):
     """Declares two stores: single keys, padded and ragged bags, weights, and rows without a combiner."""
     tables = [
         table("user", 64, "adagrad", capacity=capacity),
@@ -251,9 +260,9 @@ def features_of(collection):
 
 
 @functools.cache
-def compiled(name, capacity):
+def measure_compiled(name, capacity):
     """Returns the memory of one compiled program, its state, its features, and its other results."""
-    collection = declared(capacity)
+    collection = declare(capacity)
     state, features = collection.init(seed=0), features_of(collection)
     if name == "update":
         embeddings, _, plan = jax.eval_shape(collection.lookup, state, features)
@@ -270,26 +279,26 @@ def compiled(name, capacity):
     return lowered.compile().memory_analysis()
 
 
-def summed(estimate, *names):
+def sum_bytes(estimate, *names):
     return sum(store.step[name] for store in estimate.stores for name in names)
 
 
 @pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
 def test_programs_take_what_the_estimate_says(name):
     """XLA's memory besides arguments and results is the workspace; in a step also the values between calls."""
-    collection = declared()
+    collection = declare()
     state, features = collection.init(seed=0), features_of(collection)
     estimate = collection.memory_estimate(state, features)
-    memory = compiled(name, 1 << 12)
+    memory = measure_compiled(name, 1 << 12)
     workspace = max(store.step["workspace"] for store in estimate.stores)
     if name in ("lookup", "step"):
         taken = nbytes(state) + nbytes(features)
-        assert (estimate.state_bytes, summed(estimate, "batch")) == (nbytes(state), nbytes(features))
+        assert (estimate.state_bytes, sum_bytes(estimate, "batch")) == (nbytes(state), nbytes(features))
         assert taken - 16 <= memory.argument_size_in_bytes <= taken  # a step uses neither `step` nor padding
         assert memory.alias_size_in_bytes >= nbytes(state.stores)
     if name == "lookup":
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        wanted = summed(estimate, "embeddings", "plan", "batch")  # a plan contains its features
+        wanted = sum_bytes(estimate, "embeddings", "plan", "batch")  # a plan contains its features
         assert wanted <= results <= wanted + ALIGNMENT_BYTES
     sizes = library.load_cpu()
     num_keys = [6 * NUM_BAGS, 3 * NUM_BAGS]
@@ -303,8 +312,8 @@ def test_programs_take_what_the_estimate_says(name):
         "update": (workspace, workspace),
         # A gradient may replace its embedding; not all row ids live at once.
         "step": (
-            workspace + summed(estimate, "embeddings"),
-            workspace + summed(estimate, "plan", "embeddings", "gradients"),
+            workspace + sum_bytes(estimate, "embeddings"),
+            workspace + sum_bytes(estimate, "plan", "embeddings", "gradients"),
         ),
     }[name.removeprefix("planned ")]
     # XLA's GPU compiler reuses a few KiB of buffers that are written later.
@@ -320,7 +329,7 @@ def test_programs_take_what_the_estimate_says(name):
 
 @pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
 def test_no_temporary_grows_with_the_tables(name):
-    small, large = (compiled(name, capacity) for capacity in (1 << 12, 1 << 17))
+    small, large = (measure_compiled(name, capacity) for capacity in (1 << 12, 1 << 17))
     assert large.temp_size_in_bytes - small.temp_size_in_bytes <= ALIGNMENT_BYTES
     results = [memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in (small, large)]
     assert results[0] == results[1]
@@ -328,7 +337,7 @@ def test_no_temporary_grows_with_the_tables(name):
 
 def test_sizes_assumed_are_those_of_a_batch():
     """Given numbers of keys and samples, the estimate equals that of a batch of that form."""
-    collection = declared()
+    collection = declare()
     state = collection.init(seed=0)
     counted = collection.memory_estimate(state, features_of(collection))
     keys = {"history": 5 * NUM_BAGS, "ad": 3 * NUM_BAGS}
@@ -355,7 +364,7 @@ def features_over(collection, num_shards):
 def compiled_over(name, path, capacity=1 << 14, wire="float32"):
     """Returns the memory of one compiled program over several devices."""
     collection = declared_over(NUM_SHARDS, rows=wire, gradients=wire)
-    tables = [dataclasses.replace(one, capacity=capacity) for one in collection.tables]
+    tables = [dataclasses.replace(table, capacity=capacity) for table in collection.tables]
     collection = programs.over(NUM_SHARDS, tables, collection.features, rows=wire, gradients=wire)
     state, asked = collection.init(seed=0), features_over(collection, NUM_SHARDS)
     if path == "planned":
@@ -373,7 +382,7 @@ def test_exchange_takes_at_most_what_the_estimate_says(path, wire):
     collection = declared_over(NUM_SHARDS, rows=wire, gradients=wire)
     estimate = collection.memory_estimate(None, features_over(collection, NUM_SHARDS))
     temp = compiled_over("step", path, wire=wire).temp_size_in_bytes
-    rest = estimate.step_bytes - summed(estimate, "batch")
+    rest = estimate.step_bytes - sum_bytes(estimate, "batch")
     assert temp <= rest <= EXCHANGE_BOUND * temp
 
 
@@ -391,10 +400,10 @@ def test_a_step_on_a_mesh_is_counted_for_one_device():
     features = programs.batch(collection, user=np.arange(NUM_SHARDS * 100))
     estimate = collection.memory_estimate(batch=features)
     device = collection.shards.mesh.devices.flat[1]
-    assert summed(estimate, "batch") == 3 * nbytes(features, device)
+    assert sum_bytes(estimate, "batch") == 3 * nbytes(features, device)
     # 100 keys evenly spread plus a quarter, rounded up to eight: 32 for each of four destinations.
     _, _, plan = collection.lookup(collection.init(seed=0), collection.plan(features, send_capacity=(32,)))
-    assert summed(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
+    assert sum_bytes(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
     by_hand = memory_estimate(collection.tables, collection.features, num_shards=NUM_SHARDS, num_samples=100)
     assert by_hand == estimate
 
@@ -443,7 +452,7 @@ def test_no_tables_and_unknown_tables_are_refused():
 
 
 def test_features_and_states_of_others_are_refused():
-    collection, other = declared(), jaxsok.Collection([table("item", 8)], [FeatureSpec("item", "item")])
+    collection, other = declare(), jaxsok.Collection([table("item", 8)], [FeatureSpec("item", "item")])
     with pytest.raises(ValueError, match="memory_estimate: state: got one of other specs"):
         collection.memory_estimate(other.init(seed=0))
     with pytest.raises(ValueError, match="memory_estimate: features: got those of a collection"):
@@ -461,4 +470,4 @@ def test_send_capacity_counts():
         for lines in (100, 200)
     )
     # Two rows of 32 bytes, requests of 16 sent and received, 32 bytes of ids and uses, for each of 400 more positions.
-    assert summed(large, "exchange") - summed(small, "exchange") == 400 * (2 * 32 + 2 * 16 + 32)
+    assert sum_bytes(large, "exchange") - sum_bytes(small, "exchange") == 400 * (2 * 32 + 2 * 16 + 32)

@@ -93,7 +93,7 @@ def random_records(rng, keys, dtype="float32", with_state=True, with_statistics=
     )
 
 
-def filled(collection, rng, num=150, dtype="float32", **options):
+def fill(collection, rng, num=150, dtype="float32", **options):
     """Returns a state whose table a has rows of random keys."""
     keys = [*POOL, *rng.integers(0, 2**63, num - len(POOL)).tolist()]
     records = random_records(rng, keys, dtype, **options)
@@ -153,7 +153,7 @@ calls = st.lists(
 
 
 @functools.cache
-def jitted(collection, name):
+def jit_method(collection, name):
     """Returns a method, jitted with a donated state."""
     donates = name in ("lookup", "assign", "erase", "clear")
     statics = 1 if name != "lookup" else ()
@@ -174,7 +174,7 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
     for clock, (op, argument) in enumerate(script):
         if op == "lookup":
             keys = programs.as_array(argument)
-            embeddings, state, _ = jitted(collection, op)(
+            embeddings, state, _ = jit_method(collection, op)(
                 state, collection.batch({"a": keys, "b": keys}).features, clock=np.uint32(clock)
             )
             for table in "ab":
@@ -187,7 +187,7 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
         elif op == "assign":
             rows = rng.normal(size=(NUM_KEYS, DIM)).astype(np.float32)
             keys = programs.as_array(argument)
-            state, inserted, refused = jitted(collection, op)(
+            state, inserted, refused = jit_method(collection, op)(
                 state, "a", programs.words(keys), rows, clock=np.uint32(clock)
             )
             assert int(refused) == 0
@@ -197,10 +197,10 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
                     old = model["a"].get(key, (None, zeros, zeros, 0, 0))
                     model["a"][key] = (row.tobytes(), *old[1:3], clock, old[4])
         elif op == "erase":
-            state, erased = jitted(collection, op)(state, "b", programs.words(argument))
+            state, erased = jit_method(collection, op)(state, "b", programs.words(argument))
             assert int(erased) == sum(model["b"].pop(key, None) is not None for key in set(argument))
         elif op == "clear":
-            state, erased = jitted(collection, op)(state, argument)
+            state, erased = jit_method(collection, op)(state, argument)
             assert int(erased) == len(model[argument])
             model[argument] = {}
         else:
@@ -210,9 +210,9 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
         for table in "ab":
             got, order = content(state, table, num_shards, way == "replicated")
             assert got == model[table]
-            is_there = jitted(collection, "contains")(state, table, programs.words(probe))
+            is_there = jit_method(collection, "contains")(state, table, programs.words(probe))
             assert np.asarray(is_there).tolist() == [key in model[table] for key in probe.tolist()]
-            rows, also = jitted(collection, "rows_of")(state, table, programs.words(probe))
+            rows, also = jit_method(collection, "rows_of")(state, table, programs.words(probe))
             assert np.asarray(also).tolist() == np.asarray(is_there).tolist()
             for key, row in zip(probe.tolist(), np.asarray(rows), strict=True):
                 assert row.tobytes() == (model[table][key][0] if key in model[table] else zeros)
@@ -237,7 +237,7 @@ def test_export_in_any_pieces(small_pieces):
     """Every row occurs once, in the order of row ids, from several slabs with freed rows; chunks have one size."""
     rng = np.random.default_rng(0)
     collection = collection_of(capacity=12)
-    state, records = filled(collection, rng)
+    state, records = fill(collection, rng)
     state = collection.import_table(state, "b", random_records(rng, range(50)))
     state, _ = collection.erase(state, "a", records.keys[::5])
     assert len(state.stores[0].rows) > 1
@@ -258,15 +258,15 @@ def test_export_in_any_pieces(small_pieces):
 def test_export_holds_no_chunk_that_was_read(monkeypatch):
     """The device arrays of a chunk are freed when the reader requests the next chunk, up to the last."""
     collection = collection_of()
-    state, _ = filled(collection, np.random.default_rng(0))
+    state, _ = fill(collection, np.random.default_rng(0))
     sent, gather = [], table_export._gather
 
-    def noted(*args):
+    def note_arrays(*args):
         arrays = gather(*args)
         sent.append([weakref.ref(array) for array in arrays])
         return arrays
 
-    monkeypatch.setattr(table_export, "_gather", noted)
+    monkeypatch.setattr(table_export, "_gather", note_arrays)
     for read, _ in enumerate(collection.export_chunks(state, "a", chunk_rows=40)):
         held = [number for number, arrays in enumerate(sent[:read]) if any(ref() is not None for ref in arrays)]
         assert held == [], f"chunks held next to chunk {read}"
@@ -278,7 +278,7 @@ def test_export_since(num_shards, small_pieces):
     """Only rows used since then are exported; a last step of 2**32 - 1 is late, not early."""
     rng = np.random.default_rng(1)
     collection = collection_of("one" if num_shards == 1 else "sharded", num_shards)
-    state, records = filled(collection, rng)
+    state, records = fill(collection, rng)
     for since in (0, 2**31, int(records.last_step.max()), 2**32 - 1):
         chunks = list(collection.export_chunks(state, "a", since=since, with_state=False))
         keys = [key for chunk in chunks for key in chunk.keys.tolist()]
@@ -330,7 +330,7 @@ def test_import_of_an_export_is_the_table(source, way, num_shards, capacity, is_
     """Rows, optimizer state and statistics are equal to the bit on another mesh, capacity and grouping (law 6)."""
     rng = np.random.default_rng(2)
     first = collection_of(*source)
-    state, records = filled(first, rng)
+    state, records = fill(first, rng)
     second = collection_of(way, num_shards, capacity=capacity, is_alone=is_alone)
     chunks = first.export_chunks(state, "a", chunk_rows=33)
     copied = second.import_table(second.init(seed=9), "a", chunks)
@@ -347,7 +347,7 @@ def test_rows_of_sixteen_bits(way, dtype):
     """float32 rows are rounded to nearest, and finite values stay finite; rows of the dtype keep their bits."""
     rng = np.random.default_rng(3)
     collection = collection_of(way, 1 if way == "one" else 4, dtype)
-    state, records = filled(collection, rng, dtype=dtype)
+    state, records = fill(collection, rng, dtype=dtype)
     got, _ = content(state, "a", 1 if way == "one" else 4)
     assert got == as_dict(records)
     rows = np.array([[1 + 2**-12, -1e30, 1e-3, 3.4e38], [np.inf, np.nan, -0.0, 1.0]], np.float32)
@@ -365,7 +365,7 @@ def test_what_records_lack():
     """State stays or, if requested, is reset; the last step is the clock; new rows start with initial values."""
     rng = np.random.default_rng(4)
     collection = collection_of()
-    state, records = filled(collection, rng)
+    state, records = fill(collection, rng)
     old = as_dict(records)
     zeros = np.zeros(DIM, np.float32).tobytes()
     half = random_records(rng, [5, 1000], with_state=False, with_statistics=False)
@@ -547,7 +547,7 @@ def test_inside_shard_map():
 def test_nothing_is_copied(way, num_shards, dtype):
     """A donated state keeps its buffers (law 9); other table-sized memory is one byte per row."""
     collection = collection_of(way, num_shards, dtype, capacity=1 << 15)
-    state, _ = filled(collection, np.random.default_rng(8), dtype=dtype)
+    state, _ = fill(collection, np.random.default_rng(8), dtype=dtype)
 
     def places(state):
         leaves = jax.tree.leaves(state.stores)
@@ -568,7 +568,7 @@ def test_nothing_is_copied(way, num_shards, dtype):
 def test_nothing_is_copied_between_steps(way, num_shards):
     """Outside a trace erase, assign and clear donate their store, and reads do not (law 9)."""
     collection = collection_of(way, num_shards)
-    state, _ = filled(collection, np.random.default_rng(8))
+    state, _ = fill(collection, np.random.default_rng(8))
 
     def places(state):
         leaves = jax.tree.leaves(state.stores)
@@ -591,7 +591,7 @@ def test_nothing_is_copied_between_steps(way, num_shards):
 RECORDS = random_records(np.random.default_rng(0), [1, 2, 3])
 
 
-def changed(**columns):
+def change_records(**columns):
     """Returns three records, with some columns replaced."""
     return dataclasses.replace(RECORDS, **columns)
 
@@ -601,17 +601,25 @@ def changed(**columns):
     [
         (7, TypeError, "chunks: got int, wanted jaxsok.Records, or several"),
         ([{"keys": 1}], TypeError, "chunks: got dict, wanted jaxsok.Records"),
-        (changed(keys=np.array([1, 2, 2], np.uint64)), ValueError, "keys: got 2 more than once in a chunk"),
-        (changed(keys=np.array([1, 2, -1])), ValueError, "keys: got PADDING_KEY"),
-        (changed(keys=np.ones((3, 1), np.int64)), ValueError, r"keys: got shape \[3, 1\]"),
-        (changed(keys=np.array([1.0, 2.0, 3.0])), TypeError, "keys must be integers"),
-        (changed(keys=np.array([1, 2])), ValueError, r"rows: got float32\[3, 4\], wanted floats\[2, 4\]"),
-        (changed(rows=np.ones((3, 5), np.float32)), ValueError, r"rows: got float32\[3, 5\], wanted floats\[3, 4\]"),
-        (changed(rows=np.ones((3, 4), np.int32)), ValueError, r"rows: got int32\[3, 4\], wanted floats"),
-        (changed(state={"accumulator": np.ones((3, 4), np.float32)}), ValueError, "state: got 'accumulator', wanted"),
-        (changed(state={"m": np.ones((3, 1), np.float32)}), ValueError, "state 'm': got"),
-        (changed(last_step=None), ValueError, "last_step, frequency: got one of them, wanted both"),
-        (changed(frequency=np.ones(3, np.int32)), ValueError, r"frequency: got int32\[3\], wanted uint32\[3\]"),
+        (change_records(keys=np.array([1, 2, 2], np.uint64)), ValueError, "keys: got 2 more than once in a chunk"),
+        (change_records(keys=np.array([1, 2, -1])), ValueError, "keys: got PADDING_KEY"),
+        (change_records(keys=np.ones((3, 1), np.int64)), ValueError, r"keys: got shape \[3, 1\]"),
+        (change_records(keys=np.array([1.0, 2.0, 3.0])), TypeError, "keys must be integers"),
+        (change_records(keys=np.array([1, 2])), ValueError, r"rows: got float32\[3, 4\], wanted floats\[2, 4\]"),
+        (
+            change_records(rows=np.ones((3, 5), np.float32)),
+            ValueError,
+            r"rows: got float32\[3, 5\], wanted floats\[3, 4\]",
+        ),
+        (change_records(rows=np.ones((3, 4), np.int32)), ValueError, r"rows: got int32\[3, 4\], wanted floats"),
+        (
+            change_records(state={"accumulator": np.ones((3, 4), np.float32)}),
+            ValueError,
+            "state: got 'accumulator', wanted",
+        ),
+        (change_records(state={"m": np.ones((3, 1), np.float32)}), ValueError, "state 'm': got"),
+        (change_records(last_step=None), ValueError, "last_step, frequency: got one of them, wanted both"),
+        (change_records(frequency=np.ones(3, np.int32)), ValueError, r"frequency: got int32\[3\], wanted uint32\[3\]"),
     ],
 )
 def test_records_that_are_refused(records, error, message):

@@ -45,7 +45,7 @@ KINDS = {
 
 
 @functools.cache
-def declared(kinds, num_shards):
+def declare(kinds, num_shards):
     """Declares features of these kinds, over two tables that share a store and one that does not."""
     sgd = jaxsok.optim.sgd(1.0)
     tables = [jaxsok.TableSpec("a", 4, sgd), jaxsok.TableSpec("b", 4, sgd), jaxsok.TableSpec("c", 8, sgd)]
@@ -81,7 +81,7 @@ def laid_out(draw, values, dtype):
     return array
 
 
-def drawn_keys(draw, shape, dtype, *, with_padding=True):
+def draw_keys(draw, shape, dtype, *, with_padding=True):
     info = np.iinfo(dtype)
     corners = sorted({0, 1, 7, info.max, info.max - 1, info.min, 5})
     if info.min < 0 and with_padding:
@@ -100,7 +100,7 @@ def features(draw, kind, num_bags, dtypes=DTYPES):
     is_weighted, spec = "weighted" in kind, KINDS[kind]
     if kind.startswith(("single", "rectangle")):
         shape = (num_bags,) if kind.startswith("single") else (num_bags, WIDTH)
-        keys = drawn_keys(draw, shape, dtype)
+        keys = draw_keys(draw, shape, dtype)
         bags = keys.reshape(num_bags, -1).tolist()
         weights = np.round(draw(st.floats(-4, 4)) + np.arange(keys.size).reshape(shape) / 8, 3)
         layout = {}
@@ -109,7 +109,7 @@ def features(draw, kind, num_bags, dtypes=DTYPES):
         lengths = draw(st.lists(st.integers(0, most), min_size=num_bags, max_size=num_bags))
         while sum(lengths) > MAX_KEYS // 4:  # for any one of four shards
             lengths = [length // 2 for length in lengths]
-        keys = drawn_keys(draw, (sum(lengths),), dtype)
+        keys = draw_keys(draw, (sum(lengths),), dtype)
         ends = np.cumsum([0, *lengths])
         bags = [keys[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
         weights = np.arange(keys.size) / 4 - 1
@@ -183,7 +183,7 @@ def both(collection, raw, pad_to, is_narrow=None):
 def test_threads_pack_what_numpy_packs(num_shards, drawn, pad_to, is_narrow):
     """Batches are equal for every kind of feature, dtype and layout, padded or not, for one device and for shards."""
     kinds, raw, _ = drawn
-    got, want = both(declared(kinds, num_shards), raw, pad_to, is_narrow)
+    got, want = both(declare(kinds, num_shards), raw, pad_to, is_narrow)
     if all(is_plain(value) for name, value in raw.items() if name != "label"):
         assert got is not None and not isinstance(want, Exception)
         same((got.features, got.mask, got.rest), (want.features, want.mask, want.rest))
@@ -196,7 +196,7 @@ def test_threads_pack_what_numpy_packs(num_shards, drawn, pad_to, is_narrow):
 def test_a_packed_batch_holds_what_lists_say(num_shards, drawn, is_narrow, pad_to):
     """Keys, offsets and weights of every part equal the drawn lists, without shared code."""
     kinds, raw, all_bags = drawn
-    collection = declared(kinds, num_shards)
+    collection = declare(kinds, num_shards)
     collection.packer.is_narrow = is_narrow
     features = collection.batch(raw, pad_to=pad_to).features
     num_parts = num_shards or 1
@@ -232,7 +232,7 @@ def test_a_packed_batch_holds_what_lists_say(num_shards, drawn, is_narrow, pad_t
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_keys_without_sign_behind_ragged_ones(num_shards):
     """All numbers of uint32 are keys; padding follows from the offsets of each feature and part."""
-    collection = declared(("ragged_bounded", "rectangle", "ragged_bounded", "single"), num_shards)
+    collection = declare(("ragged_bounded", "rectangle", "ragged_bounded", "single"), num_shards)
     collection.packer.is_narrow = True
     top = np.array([2**32 - 1, 0, 2**31, 5, 2**32 - 1, 1, 2, 3], np.uint32)
     raw = {
@@ -311,7 +311,7 @@ BAD = {
 def test_refusals_are_those_of_numpy(name, num_shards):
     """Both refuse and accept the same input with the same messages; the other features are valid."""
     kind, value = BAD[name]
-    collection = declared(("ragged_weighted", kind, "single"), num_shards)
+    collection = declare(("ragged_weighted", kind, "single"), num_shards)
     num_samples = 6 if "divide" in name else 0 if name == "no samples" else 4
     good = np.arange(num_samples)
     raw = {
@@ -332,7 +332,7 @@ def test_refusals_are_those_of_numpy(name, num_shards):
 
 def test_the_first_bad_feature_is_named():
     """The first bad feature is named, whichever thread finds it and whatever is wrong with later features."""
-    collection = declared(("ragged", "single_weighted"), None)
+    collection = declare(("ragged", "single_weighted"), None)
     raw = {
         "0 ragged": BAGS(KEYS, lengths=[3, 3, 1, 0]),
         "1 single_weighted": BAGS(KEYS[:4], weights=np.array([1, 2, 3, np.inf], np.float32)),
@@ -347,14 +347,14 @@ def test_the_first_bad_feature_is_named():
 @pytest.mark.parametrize("bad", [None, 3, 70_000, 99_999])
 def test_all_of_a_long_feature_is_checked(bad):
     """Each of many tasks checks its own weights, and one task checks the keys behind the last bag."""
-    collection = declared(("single_weighted",), None)
+    collection = declare(("single_weighted",), None)
     weights = np.ones(100_000, np.float32)
     if bad is not None:
         weights[bad] = np.nan
     bags = BAGS(np.arange(100_000), weights=weights)
     got, want = both(collection, {"0 single_weighted": bags}, None)
     assert (got is None) == isinstance(want, ValueError) == (bad is not None)
-    collection = declared(("ragged",), None)
+    collection = declare(("ragged",), None)
     keys = np.full(100_000, -1)
     if bad is not None:
         keys[bad] = 5
@@ -384,7 +384,7 @@ def sequences(draw):
 def test_batches_in_turn_are_those_of_numpy(num_shards, drawn, is_narrow):
     """Dtypes, strides, lengths and padding change from batch to batch, and repeat."""
     kinds, turns = drawn
-    collection = declared(kinds, num_shards)
+    collection = declare(kinds, num_shards)
     packer, is_split = collection.packer, num_shards is not None
     packer.is_narrow = is_narrow
     for raw, pad_to, num_threads in turns:
@@ -396,7 +396,7 @@ def test_batches_in_turn_are_those_of_numpy(num_shards, drawn, is_narrow):
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_what_a_batch_holds_may_change_its_type(num_shards):
     """A list, a column of another library or an array of JAX may replace an array, and an array may follow."""
-    collection = declared(("single", "ragged"), num_shards)
+    collection = declare(("single", "ragged"), num_shards)
     rows = np.arange(32, dtype=np.int32).reshape(8, 4)
     lengths = np.array([3, 0, 1, 0, 2, 1, 0, 1])
     ragged = BAGS(np.arange(8) + 50, lengths=lengths)
@@ -424,7 +424,7 @@ def test_what_a_batch_holds_may_change_its_type(num_shards):
 
 def test_a_reader_fills_its_arrays_again():
     """Reused arrays may have other contents: other lengths, fewer or more keys, in place or not."""
-    collection = declared(("ragged", "square", "single_weighted"), None)
+    collection = declare(("ragged", "square", "single_weighted"), None)
     rng, keys, weights = np.random.default_rng(0), np.zeros(4, np.int64), np.zeros(4, np.float32)
     lengths, of_square = np.zeros(4, np.int64), np.zeros(4, np.int32)
     for _ in range(40):
@@ -465,7 +465,7 @@ GOOD = {
 def test_a_bad_batch_after_good_ones(name, num_shards):
     """It is refused with NumPy's message, or accepted as by NumPy; the good batches stay valid."""
     kind, value = BAD[name]
-    collection = declared((kind, "single"), num_shards)
+    collection = declare((kind, "single"), num_shards)
     packer = collection.packer
     if isinstance(value, BAGS):  # as arrays, like the good batches
         arrays = {part: getattr(value, part) for part in ("lengths", "offsets", "inverse")}
@@ -491,7 +491,7 @@ def test_a_bad_batch_after_good_ones(name, num_shards):
 
 def test_lengths_are_no_offsets():
     """Lengths and offsets in arrays of one shape have different meanings."""
-    collection = declared(("ragged",), None)
+    collection = declare(("ragged",), None)
     for _ in range(2):
         got = collection.batch({"0 ragged": BAGS(KEYS, lengths=np.array([0, 0, 0, 8]))}).features
         assert np.asarray(got.offsets("0 ragged")).tolist() == [0, 0, 0, 0, 8]
@@ -501,7 +501,7 @@ def test_lengths_are_no_offsets():
 
 def test_columns_beside_known_features_are_checked():
     """Other entries, names and `pad_to` are checked for each batch."""
-    collection = declared(("single", "ragged"), None)
+    collection = declare(("single", "ragged"), None)
     good = {"0 single": KEYS[:4], "1 ragged": BAGS(KEYS, lengths=np.array([3, 3, 2, 0])), "label": np.ones(4)}
     for _ in range(2):
         assert collection.batch(good)["label"].shape == (4,)
@@ -550,7 +550,7 @@ def flat(bags):
     return list(itertools.chain.from_iterable(bags))
 
 
-def jagged(rng):
+def make_jagged(rng):
     """Returns one array of keys for both features, as in TorchRec, and the bags as lists."""
     lengths = rng.integers(0, 5, (2, 5000))
     keys = rng.integers(0, 2**40, lengths.sum())
@@ -583,11 +583,11 @@ def records(rng):
     )
 
 
-@pytest.mark.parametrize("make", [jagged, arrow, records], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [make_jagged, arrow, records], ids=lambda make: make.__name__)
 def test_sources_are_read_in_place(make):
     """Their keys are packed without an intermediate copy, and the batch equals that of lists."""
     kinds, raw, keys = make(np.random.default_rng(0))
-    collection = declared(kinds, None)
+    collection = declare(kinds, None)
     collection.batch(raw)  # the first call includes JAX's own allocations
     tracemalloc.start()
     features = collection.batch(raw).features
@@ -605,7 +605,7 @@ def test_sources_are_read_in_place(make):
 
 def test_without_the_library_numpy_packs(monkeypatch):
     """A source tree that was never built can pack; functions that need kernels report it."""
-    collection = declared(("ragged", "single"), None)
+    collection = declare(("ragged", "single"), None)
     raw = {"0 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0]), "1 single": KEYS[:4]}
     want = collection.batch(raw)
 
@@ -625,7 +625,7 @@ def test_without_the_library_numpy_packs(monkeypatch):
 
 def test_numpy_packs_what_is_on_the_device_or_shared():
     """NumPy packs arrays of JAX, and features whose samples share bags."""
-    collection = declared(("single", "single"), None)
+    collection = declare(("single", "single"), None)
     for value in (jnp.asarray(programs.words(KEYS)), BAGS(np.arange(4), inverse=np.array([0, 1, 2, 3] * 2))):
         raw = {"0 single": KEYS, "1 single": value}
         got, want = both(collection, raw, None)
@@ -635,7 +635,7 @@ def test_numpy_packs_what_is_on_the_device_or_shared():
 
 def test_a_batch_of_constants_inside_a_program():
     """In a trace, a batch of NumPy arrays is a constant, so no memory is lent for it."""
-    collection = declared(("single",), None)
+    collection = declare(("single",), None)
     words = jax.jit(lambda: collection.batch({"0 single": KEYS}).features.keys("0 single"))()
     np.testing.assert_array_equal(words, programs.words(KEYS))
 
@@ -745,7 +745,7 @@ def test_pinned_memory_is_waited_for(monkeypatch):
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_batches_do_not_change_when_others_are_packed(num_shards):
     """Kept batches keep their contents, whatever is packed after them and however they are passed on."""
-    collection = declared(("ragged", "single"), num_shards)
+    collection = declare(("ragged", "single"), num_shards)
 
     def raw(i):
         return {"0 ragged": BAGS(np.arange(8) + 100 * i, lengths=[3, 3, 2, 0]), "1 single": np.arange(4) + 1000 * i}
@@ -766,7 +766,7 @@ def test_batches_do_not_change_when_others_are_packed(num_shards):
 
 def test_a_stream_of_batches_allocates_once():
     """Dropped batches leave their memory to the next batches."""
-    collection = declared(("single",), None)
+    collection = declare(("single",), None)
     raw = {"0 single": np.arange(100_000)}
     seen = set()
     for _ in range(20):
@@ -780,7 +780,7 @@ def test_a_stream_of_batches_allocates_once():
 
 def test_many_python_threads_pack_at_once():
     """Calls share the library's threads, and each gets its own batch."""
-    collection = declared(("ragged", "single"), None)
+    collection = declare(("ragged", "single"), None)
     collection.packer.num_threads = 4
     failures = []
 
@@ -808,7 +808,7 @@ def test_many_python_threads_pack_at_once():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_a_forked_process_packs_with_threads_of_its_own():
     """The child has none of the parent's threads and does not wait for them."""
-    collection = declared(("single",), None)
+    collection = declare(("single",), None)
     collection.packer.num_threads = 4
     collection.batch({"0 single": np.arange(300_000)})  # the parent has threads now
     keys = np.arange(300_000)
@@ -830,7 +830,7 @@ def test_a_forked_process_packs_with_threads_of_its_own():
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_memory_is_pinned_and_given_back(num_shards):
     """JAX copies from it without staging, and keeps it exactly until the copy has ended."""
-    collection = declared(("single", "single"), num_shards)
+    collection = declare(("single", "single"), num_shards)
     batches = []
     for i in range(24):
         keys = np.arange(400_000) + i
@@ -850,7 +850,7 @@ def test_memory_is_pinned_and_given_back(num_shards):
 @pytest.mark.gpu
 def test_32_bits_travel():
     """Half the bytes are transferred; the batch still has words."""
-    collection = declared(("single", "ragged"), None)
+    collection = declare(("single", "ragged"), None)
     raw = {"0 single": np.array([-2, -1, 5, 2**31 - 1], np.int32), "1 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0])}
     raw["1 ragged"] = dataclasses.replace(raw["1 ragged"], keys=KEYS.astype(np.uint32))
     packing = collection.packer.begin(raw, None)

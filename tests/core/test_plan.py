@@ -124,7 +124,7 @@ def test_a_stale_plan_does_not_touch_the_row_of_another_key(one_table):
     embeddings, state, plan = programs.lookup(one_table)(one_table.init(seed=0), small_batch(one_table, [1, 2, 3, 4]))
     state, _ = one_table.erase(state, "user", np.array([1, 2, 3, 4]))
     _, state, _ = programs.lookup(one_table)(state, small_batch(one_table, [11, 12, 13, 14]))
-    assert {key: row_id for key, (row_id, _, _) in programs.exported(one_table, state).items()} == {
+    assert {key: row_id for key, (row_id, _, _) in programs.export(one_table, state).items()} == {
         11: 0,
         12: 1,
         13: 2,

@@ -74,7 +74,7 @@ def step_dtype(collection):
 # Embeddings ----------------------------------------------------------------------------------------------------
 
 
-def combined(rows, weights, combiner):
+def combine_bag(rows, weights, combiner):
     """Returns one bag's embedding in float32, key by key."""
     if not rows:
         return None
@@ -118,7 +118,7 @@ def test_embeddings(dtype, embedding_dtype, combiner, weighted):
         if combiner is None:
             want[i] = [np.zeros(7, F32) if key == -1 else rows[key].astype(F32) for key in bag]
         elif real:
-            want[i] = combined([rows[key] for key, _ in real], [weight for _, weight in real], combiner)
+            want[i] = combine_bag([rows[key] for key, _ in real], [weight for _, weight in real], combiner)
     want = want.astype(HALVES[dtype] if embedding_dtype is None else F32)
     assert_same_bits(embeddings["user"], want)
     found, stats = programs.find(collection)(state, features)
@@ -181,7 +181,7 @@ OPTIMIZERS = {
 }
 
 
-def stepped(name, row, state, g, step):
+def step_row(name, row, state, g, step):
     """Steps one row in float32, operation by operation."""
     rate = F32(0.3)
     if name == "sgd":
@@ -221,9 +221,9 @@ def test_every_optimizer_to_nearest(name, dtype, embedding_dtype):
         stats.check()
         sums = {key: sum(gradients[i].astype(F32) for i in np.flatnonzero(keys == key)) for key in rows}
         for key in rows:
-            row, states[key] = stepped(name, rows[key].astype(F32), states[key], sums[key], step)
+            row, states[key] = step_row(name, rows[key].astype(F32), states[key], sums[key], step)
             rows[key] = row.astype(half)
-    got = programs.exported(collection, state)
+    got = programs.export(collection, state)
     for key in rows:
         assert_same_bits(got[key][1], rows[key])
         for have, want in zip(jax.tree.leaves(got[key][2]), states[key], strict=True):
@@ -305,15 +305,15 @@ def test_random_bits_depend_on_table_seed_key_step_and_column():
     keys = {name: np.arange(num_keys) for name in names}
     gradient = {name: np.full((num_keys, dim), -0.5 * SPACING["bfloat16"], F32) for name in names}
 
-    def moved(num_steps=1, seed=0):
+    def move_rows(num_steps=1, seed=0):
         rows = after_steps(collection, keys, gradient, num_steps=num_steps, seed=seed)
         return [np.stack([rows[name][key] for key in range(num_keys)]).astype(np.float64) for name in names]
 
-    first, again, other_seed = moved()[0], moved()[0], moved(seed=1)[0]
-    second_step = moved(num_steps=2)[0] - first
+    first, again, other_seed = move_rows()[0], move_rows()[0], move_rows(seed=1)[0]
+    second_step = move_rows(num_steps=2)[0] - first
     np.testing.assert_array_equal(first, again)
     is_up = first > 1
-    halves = (moved()[1] > 1, other_seed > 1, second_step > 0, np.roll(is_up, 1, 0), np.roll(is_up, 1, 1))
+    halves = (move_rows()[1] > 1, other_seed > 1, second_step > 0, np.roll(is_up, 1, 0), np.roll(is_up, 1, 1))
     for other in halves:
         # 2,048 fair coins: six deviations of 22.6.
         assert abs(int((is_up != other).sum()) - 1024) < 6 * 22.7
@@ -433,7 +433,9 @@ def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
         over = {} if num_devices == 1 else {"mesh": programs.mesh(num_devices), "axis": "data"}
         collection = one_key_each(list(tables(num_devices > 1)), **over)
         state, embeddings = collection.init(seed=3), []
-        given = {name: jnp.asarray(one, collection.stores[0].embedding_dtype) for name, one in gradients.items()}
+        given = {
+            name: jnp.asarray(gradient, collection.stores[0].embedding_dtype) for name, gradient in gradients.items()
+        }
         if path == "pipeline" and num_devices > 1:
 
             def step(state, plan, gradients, collection=collection):
@@ -453,8 +455,8 @@ def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
         rows = {name: programs.by_key(collection, state, name) for name in keys}
         results.append((jax.tree.map(np.asarray, embeddings), rows))
     assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    for one, four in zip(*map(jax.tree.leaves, results), strict=True):
-        assert_same_bits(four, one)
+    for single, four in zip(*map(jax.tree.leaves, results), strict=True):
+        assert_same_bits(four, single)
 
 
 def test_two_runs_give_the_same_bits():
@@ -487,12 +489,12 @@ def test_a_scan_is_its_steps():
     features = programs.batch(collection, user=np.arange(16))
     gradient = {"user": jnp.asarray(uneven_gradients(16, 8), jnp.bfloat16)}
 
-    def one(state, _):
+    def scan_step(state, _):
         _, state, plan = collection.lookup(state, features)
         state, _ = collection.update(state, plan, gradient)
         return state, None
 
-    scanned, _ = jax.jit(lambda state: jax.lax.scan(one, state, length=4))(collection.init())
+    scanned, _ = jax.jit(lambda state: jax.lax.scan(scan_step, state, length=4))(collection.init())
     state = collection.init()
     for _ in range(4):
         state, _, _ = step_of(collection)(state, features, gradient)
@@ -569,8 +571,8 @@ def test_named_dtypes_on_the_wire(wire):
         programs.lookup(collection)(collection.init(), collection.batch(keys).features)[0]["user"]
         for collection in (here, there)
     ]
-    one, four = (np.asarray(value).astype(F32) for value in embeddings)
-    np.testing.assert_allclose(four, one, rtol=2.0**-4 if wire == "float8_e4m3fn" else 0)
+    single, four = (np.asarray(value).astype(F32) for value in embeddings)
+    np.testing.assert_allclose(four, single, rtol=2.0**-4 if wire == "float8_e4m3fn" else 0)
 
 
 def test_bytes_on_the_wire_by_the_planner():
@@ -612,7 +614,7 @@ def test_tables_share_a_store_if_their_dtypes_and_rounding_are_equal():
     """Rounding splits only tables of 16 bits; an embedding dtype equal to the rows' does not split."""
 
     def stores(*options):
-        tables = [jaxsok.TableSpec(str(i), 4, jaxsok.optim.sgd(0.1), **one) for i, one in enumerate(options)]
+        tables = [jaxsok.TableSpec(str(i), 4, jaxsok.optim.sgd(0.1), **case) for i, case in enumerate(options)]
         return len(jaxsok.Collection(tables, []).stores)
 
     assert stores({}, {"embedding_dtype": "float32"}, {"rounding": "nearest"}) == 1

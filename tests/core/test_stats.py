@@ -187,7 +187,7 @@ def test_capacities_on_a_mesh_are_those_of_all_shards():
     assert stats.capacities[1] == 64
 
 
-def scanned(collection, user, items):
+def scan_steps(collection, user, items):
     """Returns the stacked Stats of a `lax.scan` over the steps, and the Stats of each step alone."""
     bags = [jaxsok.Bags(np.array(item), lengths=np.array([len(item), 0])) for item in items]
     steps = [programs.batch(collection, user=np.array(keys), item=bag) for keys, bag in zip(user, bags, strict=True)]
@@ -211,13 +211,13 @@ USERS, ITEMS = [[1, 2], [1, 3], [4, -1]], [[5, 5], [5, 6, 7], [6]]
 
 def test_the_stats_of_a_scan_are_taken_together():
     """Counts of its steps are added; other values are those of the last step."""
-    stats, one_by_one = scanned(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
+    stats, one_by_one = scan_steps(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
     assert stats.words.ndim == 2
-    of_steps = [one.to_dict() for one in one_by_one]
+    of_steps = [stats.to_dict() for stats in one_by_one]
     latest = {"num_rows", "num_evicted"}
     for table in ("user", "item"):
         wanted = {
-            name: of_steps[-1][table][name] if name in latest else sum(one[table][name] for one in of_steps)
+            name: of_steps[-1][table][name] if name in latest else sum(counts[table][name] for counts in of_steps)
             for name in of_steps[0][table]
         }
         assert stats.to_dict()[table] == wanted
@@ -227,7 +227,7 @@ def test_the_stats_of_a_scan_are_taken_together():
 
 def test_scalars_of_a_scan():
     """Rates are over all steps; fill and load are those of the last."""
-    stats, one_by_one = scanned(two_tables(capacity=16), USERS, ITEMS)
+    stats, one_by_one = scan_steps(two_tables(capacity=16), USERS, ITEMS)
     scalars, last = stats.scalars("all"), one_by_one[-1].scalars("all")
     assert scalars["all/user/hit_rate"] == 1 / 5  # key 1 again, among five
     assert scalars["all/user/num_found"] == 1.0
@@ -238,15 +238,15 @@ def test_scalars_of_a_scan():
 def test_check_of_a_scan():
     """A refusal in one step of a scan raises with the number over all steps."""
     collection = two_tables(capacity=2, max_capacity=2)  # four rows in the store of both
-    stats, _ = scanned(collection, [[1, 2], [3, 4], [1, 2]], [[-1], [-1], [5, 6, 1]])
+    stats, _ = scan_steps(collection, [[1, 2], [3, 4], [1, 2]], [[-1], [-1], [5, 6, 1]])
     with pytest.raises(jaxsok.TableFullError, match='table "item": 3 keys refused'):
         stats.check()
 
 
 def test_sums_over_a_scan_do_not_overflow():
     """The counts of a long scan may exceed an int32."""
-    _, one = step(two_tables(capacity=16), two_tables(capacity=16).init(seed=0), [5, 5], [5])
-    many = jax.tree.map(lambda words: jnp.full((3, *words.shape), 2**30, words.dtype), one)
+    _, stats = step(two_tables(capacity=16), two_tables(capacity=16).init(seed=0), [5, 5], [5])
+    many = jax.tree.map(lambda words: jnp.full((3, *words.shape), 2**30, words.dtype), stats)
     assert many.to_dict()["user"]["num_found"] == 3 * 2**30
-    none = jax.tree.map(lambda words: words[None][:0], one)
+    none = jax.tree.map(lambda words: words[None][:0], stats)
     assert set(none.to_dict()["user"].values()) == {0}

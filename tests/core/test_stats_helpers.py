@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxsok
 from jaxsok.stats import move_to_one_device, pack_words
-from jaxsok.window import StatsWindow, write_scalars
+from jaxsok.stats_window import StatsWindow, write_scalars
 
 SGD = jaxsok.optim.sgd(1.0)
 pytestmark = pytest.mark.filterwarnings("ignore:StatsWindow")  # most steps here refuse keys
@@ -49,7 +49,7 @@ def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
     stores = {"user": 0, "item": 0, "tag": 1}
     expected = {}
     for table, by_name in counts.items():
-        one = state.stores[stores[table]]
+        store = state.stores[stores[table]]
         num_copies = num_shards if stores[table] == 1 else 1
         rows = sum(counts[other]["num_rows"] for other in counts if stores[other] == stores[table])
         asked = sum(by_name[name] for name in ASKED)
@@ -58,8 +58,8 @@ def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
             expected[f"{prefix}/{table}/{name}"] = np.asarray(getattr(stats, name))[stores[table]]
         if asked:
             expected[f"{prefix}/{table}/hit_rate"] = by_name["num_found"] / asked
-        expected[f"{prefix}/{table}/fill"] = rows / (sum(slab.shape[0] for slab in one.rows) / num_copies)
-        expected[f"{prefix}/{table}/load"] = rows / (4 * one.index.shape[0] / num_copies)
+        expected[f"{prefix}/{table}/fill"] = rows / (sum(slab.shape[0] for slab in store.rows) / num_copies)
+        expected[f"{prefix}/{table}/load"] = rows / (4 * store.index.shape[0] / num_copies)
     return expected
 
 
@@ -92,7 +92,7 @@ def test_a_window_tells_of_refused_keys():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             window.push(jax.block_until_ready(stats))
-        warned += [(step, str(one.message), one.filename) for one in caught]
+        warned += [(step, str(warning.message), warning.filename) for warning in caught]
     ((step, message, filename),) = warned
     assert step == 2 and filename == __file__ and 'got 4 keys of table "full" refused' in message
 
@@ -124,12 +124,12 @@ def test_counts_of_a_scan_have_its_axis():
     singles = [stats for _, stats in steps_of(three_tables(), 3)]
     stacked = jax.tree.map(lambda *words: jnp.stack(words), *singles)
     for name in ("num_inserted", "num_rows", "num_evicted", "longest_probe", "num_stale"):
-        np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(one, name)) for one in singles])
+        np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(stats, name)) for stats in singles])
 
 
 def test_counts_are_reported_by_name():
     """A reader gets every count, and the tables."""
-    text = repr(made([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
+    text = repr(make_stats([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
     for part in ("num_found=[ 0 10]", "num_nonfinite=[ 5 15]", f"num_evicted=[         7 {2**32 - 1}]", "num_stale=5"):
         assert part in text, text
     assert text.startswith("Stats(") and text.endswith("tables=('user', 'item'))")
@@ -142,20 +142,20 @@ def test_traced_counts_are_refused():
         jax.jit(lambda stats: stats.scalars() and stats)(stats)
 
 
-def made(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
+def make_stats(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
     """Returns Stats of two tables of one store."""
     *by_table, nonfinite = np.int32(counts)
-    one = np.int32([1])
+    single = np.int32([1])
     words = pack_words(
         counts=np.stack([*by_table, np.int32([0, 0])], axis=1),  # no key is unadmitted
         num_nonfinite=nonfinite,
         num_rows=np.int32(num_rows),
         num_evicted=np.uint32(evicted).view(np.int32),
-        num_unplaced=one,
+        num_unplaced=single,
         num_rounds=np.int32([rounds]),
         num_stale=np.int32([stale]),
         num_misused_plans=np.int32([0]),
-        longest_probe=one,
+        longest_probe=single,
     )
     return jaxsok.Stats(words, tables=("user", "item"), capacities=(64, 64), stores=(0, 0), entries=(128, 128))
 
@@ -179,7 +179,7 @@ def test_sums_over_the_window_are_exact(steps, num_steps, evicted_before):
     for i, (counts, more, stale) in enumerate(steps):
         evicted = [(before + delta) % 2**32 for before, delta in zip(evicted, more, strict=True)]
         deltas.append(more if i else (0, 0))  # the evictions before the first push are unknown
-        window.push(made(counts, evicted, stale=stale, num_rows=(i, 2 * i), rounds=i))
+        window.push(make_stats(counts, evicted, stale=stale, num_rows=(i, 2 * i), rounds=i))
         window.wait()
         last = steps[max(0, i + 1 - num_steps) : i + 1]
         assert window.num_arrived == len(last) and window.num_pushed == i + 1
@@ -202,7 +202,7 @@ def test_a_state_made_anew_evicted_nothing_negative():
     """Counts to date that decrease start again."""
     window = StatsWindow(4)
     for evicted in ((5, 7), (9, 7), (2, 0), (3, 4)):
-        window.push(made([(0, 0)] * 6, evicted))
+        window.push(make_stats([(0, 0)] * 6, evicted))
     window.wait()
     assert [counts["num_evicted"] for counts in window.sums().values()] == [4 + 2 + 1, 0 + 0 + 4]
 
@@ -217,7 +217,7 @@ def test_a_window_over_real_steps(num_shards):
         window.wait()
         kept.append(stats.to_dict())
         expected = {
-            table: {name: sum(one[table][name] for one in kept) for name in kept[0][table]} for table in kept[0]
+            table: {name: sum(stats[table][name] for stats in kept) for name in kept[0][table]} for table in kept[0]
         }
         for table in expected:
             expected[table]["num_rows"] = kept[-1][table]["num_rows"]
@@ -260,10 +260,10 @@ def test_push_does_not_wait(monkeypatch):
         sent.append(Words(stats.words))
         return dataclasses.replace(stats, words=sent[-1])
 
-    monkeypatch.setattr(jaxsok.window, "move_to_one_device", words_to_come)
+    monkeypatch.setattr(jaxsok.stats_window, "move_to_one_device", words_to_come)
     window = StatsWindow(2)
     for i in range(6):
-        window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
+        window.push(make_stats([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
     assert window.num_pushed == 6 and window.num_arrived == 0 and window.sums() == window.scalars() == {}
     sent[0].has_arrived = sent[2].has_arrived = True
     assert window.num_arrived == 1 and window.sums()["item"]["num_found"] == 0
@@ -277,7 +277,7 @@ def test_push_does_not_wait(monkeypatch):
 
 def test_a_window_keeps_no_more_than_it_needs():
     """It keeps one step in addition to the window, however many were pushed."""
-    window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
+    window, stats = StatsWindow(3), make_stats([(1, 1)] * 6, (0, 0))
     for _ in range(50):
         window.push(stats)
         window.wait()
@@ -296,7 +296,7 @@ def test_what_a_window_refuses():
     for num_steps in (0, -1, 1.5, True, None):
         with pytest.raises(ValueError, match="num_steps"):
             StatsWindow(num_steps)
-    window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
+    window, stats = StatsWindow(3), make_stats([(1, 1)] * 6, (0, 0))
     window.push(stats)
     with pytest.raises(TypeError, match="dict"):
         window.push(stats.to_dict())
@@ -330,7 +330,7 @@ class TensorBoard:
 
 def test_writers_of_either_kind():
     """They get all scalars of a step or of a window, under their names."""
-    stats, window = made([(1, 2)] * 6, (0, 0)), StatsWindow(2)
+    stats, window = make_stats([(1, 2)] * 6, (0, 0)), StatsWindow(2)
     window.push(stats)
     window.wait()
     for source in (stats, window, {"loss": 0.5}):
@@ -347,7 +347,7 @@ def test_writers_of_either_kind():
 
 def test_a_window_of_stats_that_were_donated():
     """An error states it; jaxlib itself ends the process if a deleted array's readiness is queried."""
-    window, stats = StatsWindow(1), made([(1, 1)] * 6, (0, 0))
+    window, stats = StatsWindow(1), make_stats([(1, 1)] * 6, (0, 0))
     window.push(stats)
     stats.words.delete()
     with pytest.raises(ValueError, match="StatsWindow: stats: got counts that were donated"):

@@ -39,7 +39,7 @@ def two_stores(num_shards, **exchange):
     return programs.over(num_shards, tables, features, **exchange)
 
 
-def looked_up(collection, state, *keys):
+def look_up_keys(collection, state, *keys):
     """Returns state and plan after a lookup of some keys."""
     _, state, plan = programs.lookup(collection)(state, programs.batch(collection, user=np.array(keys)))
     return state, plan
@@ -59,8 +59,8 @@ def assert_left_out(collection, state, plans, gradients=ONES, *, num_misused=1):
 def test_a_forgotten_state_cannot_move_the_rows_of_other_keys(collection):
     """Both branches insert two keys into the same rows; the plan of the abandoned branch must not move them."""
     start = collection.init(seed=0)
-    _, first = looked_up(collection, start, 5, 6, 5, 6)
-    state, second = looked_up(collection, start, 15, 16, 15, 16)
+    _, first = look_up_keys(collection, start, 5, 6, 5, 6)
+    state, second = look_up_keys(collection, start, 15, 16, 15, 16)
     gradients = [{"user": np.float32(100) * ONES["user"]}, {"user": 0 * ONES["user"]}]
     after, stats = programs.update(collection)(state, [first, second], gradients)
     programs.assert_same_tables(collection, state, after)
@@ -72,21 +72,21 @@ def test_a_forgotten_state_cannot_move_the_rows_of_other_keys(collection):
 def test_a_plan_does_not_act_on_the_state_before_its_lookup(collection):
     """The accumulator of an orphan row does not reach the key that gets the row next."""
     start = collection.init(seed=0)
-    _, plan = looked_up(collection, start, 5, 6, 7, 8)
+    _, plan = look_up_keys(collection, start, 5, 6, 7, 8)
     assert_left_out(collection, start, plan)
     after, _ = programs.update(collection)(start, plan, ONES)
-    state, _ = looked_up(collection, after, 15, 16, 17, 18)
-    for _, _, (accumulator,) in programs.exported(collection, state).values():
+    state, _ = look_up_keys(collection, after, 15, 16, 17, 18)
+    for _, _, (accumulator,) in programs.export(collection, state).values():
         np.testing.assert_array_equal(accumulator, np.float32([0.1] * 4))
     np.testing.assert_array_equal(programs.rows_of(collection, state)[15], programs.initial_rows("user", 4, [15])[0])
 
 
 def test_keys_that_have_rows_already_make_no_difference(collection):
     """Branches that insert nothing are different, too."""
-    start, _ = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
-    _, first = looked_up(collection, start, 1, 2, 1, 2)
+    start, _ = look_up_keys(collection, collection.init(seed=0), 1, 2, 3, 4)
+    _, first = look_up_keys(collection, start, 1, 2, 1, 2)
     for other in ((3, 4, 3, 4), (2, 1, 2, 1), (1, 1, 2, 2)):
-        state, second = looked_up(collection, start, *other)
+        state, second = look_up_keys(collection, start, *other)
         assert_left_out(collection, state, first)
         programs.update(collection)(state, second, ONES)[1].check()
 
@@ -104,7 +104,7 @@ def test_equal_keys_in_other_features_are_another_batch():
 
 def test_a_plan_is_used_once(collection):
     """A plan acts once if given twice, not in a second update, and once on another branch."""
-    state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    state, plan = look_up_keys(collection, collection.init(seed=0), 1, 2, 3, 4)
     once, stats = programs.update(collection)(state, plan, ONES)
     stats.check()
     twice, stats = programs.update(collection)(state, [plan, plan], [ONES, ONES])
@@ -120,8 +120,8 @@ def test_a_plan_is_used_once(collection):
 def test_plans_may_be_used_in_any_order_and_after_growth(collection):
     """Several lookups precede one update with their plans in another order; growth does not affect plans."""
     collection = programs.one_table(capacity=8)
-    state, first = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
-    state, second = looked_up(collection, state, 1, 2, 5, 6)
+    state, first = look_up_keys(collection, collection.init(seed=0), 1, 2, 3, 4)
+    state, second = look_up_keys(collection, state, 1, 2, 5, 6)
     state = collection.grow(state, steps=50)
     before = programs.rows_of(collection, state)
     state, stats = programs.update(collection)(state, [second, first], [ONES, ONES])
@@ -141,7 +141,7 @@ def test_the_last_256_lookups_are_open(collection):
 
         return jax.lax.scan(body, state, length=num_lookups)[0]
 
-    state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    state, plan = look_up_keys(collection, collection.init(seed=0), 1, 2, 3, 4)
     features = programs.batch(collection, user=np.array([1, 2, 3, 5]))
     last = after_lookups(state, features, OPEN_LOOKUPS - 1)
     programs.update(collection)(last, plan, ONES)[1].check()
@@ -151,7 +151,7 @@ def test_the_last_256_lookups_are_open(collection):
 def test_gradient_norm_leaves_plans_open(collection):
     """It ignores plans that an update would skip, and uses up no plan."""
     start = collection.init(seed=0)
-    state, plan = looked_up(collection, start, 1, 2, 3, 4)
+    state, plan = look_up_keys(collection, start, 1, 2, 3, 4)
     assert float(collection.gradient_norm(state, plan, ONES)) == 4.0
     assert float(collection.gradient_norm(start, plan, ONES)) == 0.0
     assert float(collection.gradient_norm(state, [plan, plan], [ONES, ONES])) == 4.0
@@ -160,7 +160,7 @@ def test_gradient_norm_leaves_plans_open(collection):
 
 def test_a_plan_of_no_keys_is_counted(collection):
     """A batch of only padding uses no row, but the plan counts as misused."""
-    state, plan = looked_up(collection, collection.init(seed=0), *[-1] * NUM_KEYS)
+    state, plan = look_up_keys(collection, collection.init(seed=0), *[-1] * NUM_KEYS)
     state, stats = programs.update(collection)(state, plan, ONES)
     stats.check()
     _, stats = programs.update(collection)(state, plan, ONES)
@@ -172,13 +172,13 @@ def test_a_plan_of_no_keys_is_counted(collection):
 def test_a_restored_state_has_no_open_plans(collection, tmp_path):
     """This holds even if the same keys were looked up before and after."""
     checkpoint = pytest.importorskip("jaxsok.checkpoint")
-    state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    state, plan = look_up_keys(collection, collection.init(seed=0), 1, 2, 3, 4)
     checkpoint.export_full(tmp_path / "saved", collection, state)
     restored = checkpoint.load(tmp_path / "saved", collection)
     assert_left_out(collection, restored, plan)
-    again, _ = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    again, _ = look_up_keys(collection, collection.init(seed=0), 1, 2, 3, 4)
     programs.update(collection)(again, plan, ONES)[1].check()  # the same lookups with the same seed
-    restored, _ = looked_up(collection, restored, 1, 2, 3, 4)
+    restored, _ = look_up_keys(collection, restored, 1, 2, 3, 4)
     assert_left_out(collection, restored, plan)
 
 
@@ -229,7 +229,7 @@ def test_tickets_inside_pmap():
 
     state = collection.stack(collection.init(seed=0))
     features = collection.stack(programs.batch(collection, user=USERS, ad=ADS))
-    gradients = {name: one.reshape(4, 4, -1) for name, one in GRADIENTS.items()}
+    gradients = {name: gradient.reshape(4, 4, -1) for name, gradient in GRADIENTS.items()}
     _, first, second = step(state, features, gradients)
     assert (np.asarray(first) == 0).all() and (np.asarray(second) == 1).all()
 
@@ -240,7 +240,7 @@ WORD = 2**64
 GENERATION = COUNTERS.index("generation")
 
 
-def mixed(x):
+def mix64(x):
     """Computes Mix64 of ffi/core/hash.h on Python's integers."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB % WORD
@@ -248,7 +248,7 @@ def mixed(x):
 
 
 def digest(keys):
-    mixes = [mixed((key + (i + 1) * 0x9E3779B97F4A7C15) % WORD) for i, key in enumerate(keys) if key != PADDING_KEY]
+    mixes = [mix64((key + (i + 1) * 0x9E3779B97F4A7C15) % WORD) for i, key in enumerate(keys) if key != PADDING_KEY]
     return sum(mixes) % WORD
 
 
@@ -270,9 +270,11 @@ def test_tickets_are_issued_as_their_formula_says(num_digests, num_stores):
     for count in range(5):
         digests = rng.integers(0, WORD, num_digests, np.uint64).tolist()
         counters = [jnp.asarray(rng.integers(0, 2**32, len(COUNTERS), np.uint32)) for _ in range(num_stores)]
-        tickets, ticket = issue(tickets, jnp.asarray(lineage), counters, [jnp.asarray(words(one)) for one in digests])
+        tickets, ticket = issue(
+            tickets, jnp.asarray(lineage), counters, [jnp.asarray(words(digest)) for digest in digests]
+        )
         last += sum(digests)
-        last = mixed(((last % WORD ^ numbers(lineage)[0] ^ layout) + 1) % WORD) | 1
+        last = mix64(((last % WORD ^ numbers(lineage)[0] ^ layout) + 1) % WORD) | 1
         ring[count % 3] = last
         assert numbers(ticket[:, :2]) == [last]
         assert ticket[0, 2:].tolist() == [int(line[GENERATION]) for line in counters]
@@ -303,7 +305,7 @@ def test_tickets_are_redeemed_in_order(num_plans):
     tickets, is_live, num_misused = kernels.tickets_redeem(
         jnp.asarray(words(5, 6, *is_open))[None],
         [jnp.asarray(line) for line in counters],
-        [jnp.concatenate([words(one), then[None]], axis=1) for one, then in zip(plans, at_lookup, strict=True)],
+        [jnp.concatenate([words(plan), then[None]], axis=1) for plan, then in zip(plans, at_lookup, strict=True)],
         uses,
     )
     left, want, misused = is_open.tolist(), [], 0
@@ -339,10 +341,10 @@ class Branches(RuleBasedStateMachine):
     @rule(data=st.data())
     def look_up(self, data):
         """Looks up a batch on one of the states, and keeps that state."""
-        state, way, used = self._one(data, self.states)
+        state, way, used = self._choose(data, self.states)
         learned = self.learned[self._at]
         batch = data.draw(st.lists(st.sampled_from([1, 2, 3, 2**40]), min_size=NUM_KEYS, max_size=NUM_KEYS))
-        state, plan = looked_up(self.collection, state, *batch)
+        state, plan = look_up_keys(self.collection, state, *batch)
         way = (*way, tuple(batch))
         self.states.append((state, way, used))
         self.learned.append(learned | {key: learned.get(key, 0) for key in batch})
@@ -353,9 +355,9 @@ class Branches(RuleBasedStateMachine):
         """Updates one of the states with one or two plans."""
         if not self.plans:
             return
-        state, way, used = self._one(data, self.states)
+        state, way, used = self._choose(data, self.states)
         learned = dict(self.learned[self._at])
-        chosen = [self._one(data, self.plans) for _ in range(data.draw(st.integers(1, 2)))]
+        chosen = [self._choose(data, self.plans) for _ in range(data.draw(st.integers(1, 2)))]
         num_misused = 0
         for _, of_plan in chosen:
             is_open = of_plan == way[: len(of_plan)] and of_plan not in used
@@ -372,7 +374,7 @@ class Branches(RuleBasedStateMachine):
         self.states.append((state, way, used))
         self.learned.append(learned)
 
-    def _one(self, data, things):
+    def _choose(self, data, things):
         self._at = data.draw(st.integers(0, len(things) - 1))
         return things[self._at]
 

@@ -69,16 +69,16 @@ def statistics_of(state):
     return in_use, freed
 
 
-def batch_of(collection, one, lengths, many, other):
+def batch_of(collection, single, lengths, many, other):
     """Packs keys of the three features."""
-    raw = {"one": programs.as_array(one), "other": programs.as_array(other)}
+    raw = {"one": programs.as_array(single), "other": programs.as_array(other)}
     raw["many"] = jaxsok.Bags(programs.as_array(many[: sum(lengths)]), lengths=np.array(lengths))
     return collection.batch(raw)
 
 
-def noted(want, clock, one, lengths, many, other):
+def apply_lookup(want, clock, single, lengths, many, other):
     """Applies a lookup of these keys to the dict."""
-    for table, keys in ((0, [*one, *many[: sum(lengths)]]), (1, other)):
+    for table, keys in ((0, [*single, *many[: sum(lengths)]]), (1, other)):
         for key in keys:
             if key != PADDING:
                 want[table, key] = (clock, want.get((table, key), (0, 0))[1] + 1)
@@ -121,7 +121,7 @@ def test_last_step_and_frequency(way, num_shards, script):
             sizes = {} if num_shards == 1 else {"send_capacity": [64]}
             features = collection.plan(features, **sizes)
         _, state, _ = jitted_lookup(collection)(state, features, jnp.uint32(clock))
-        noted(want, clock, *batch)
+        apply_lookup(want, clock, *batch)
         erased = np.array([*erased, *[PADDING] * (3 - len(erased))], np.uint64)
         state, _ = collection.erase(state, "a", erased)
         for key in erased.tolist():

@@ -78,9 +78,9 @@ def test_only_touched_rows_move():
     """Other rows and their optimizer state keep their bits."""
     collection = programs.one_table(optimizer=jaxsok.optim.adam(0.1))
     state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(8)))
-    before = programs.exported(collection, state)
+    before = programs.export(collection, state)
     state, _ = programs.learn(collection, state, programs.batch(collection, user=np.array([2, 2, 5, -1])))
-    after = programs.exported(collection, state)
+    after = programs.export(collection, state)
     for key in range(8):
         is_same = np.array_equal(before[key][1], after[key][1])
         assert is_same == (key not in (2, 5))
@@ -144,7 +144,7 @@ def test_several_plans_step_each_row_once():
     for key, gradient in {1: 1.0, 2: 3.0, 3: 2.0}.items():
         begin = before[key].astype(np.float64)
         row, moments = model.step(begin, model.initial_state(DIM), np.full(DIM, gradient), 0.1, 0)
-        _, got, got_moments = programs.exported(collection, state)[key]
+        _, got, got_moments = programs.export(collection, state)[key]
         # 1 - 0.999 in float32 is accurate to 2^-25 / 0.001 = 3e-5, and so is a movement of 0.1.
         np.testing.assert_allclose(got, row, rtol=0, atol=3e-6)
         np.testing.assert_allclose(got_moments, moments, rtol=3e-5)
@@ -236,12 +236,12 @@ def test_non_finite_row_gradients_are_skipped_and_counted(optimizer, poison):
     collection = programs.one_table(optimizer=getattr(jaxsok.optim, optimizer)(0.5))
     features = programs.batch(collection, user=np.array([1, 2, 1, 3]))
     state, _ = programs.learn(collection, collection.init(seed=0), features)
-    before = programs.exported(collection, state)
+    before = programs.export(collection, state)
     _, state, plan = programs.lookup(collection)(state, features)
     gradients = np.ones((4, DIM), np.float32)
     gradients[2, DIM - 1] = poison
     state, stats = programs.update(collection)(state, plan, {"user": jnp.asarray(gradients)})
-    after = programs.exported(collection, state)
+    after = programs.export(collection, state)
     np.testing.assert_array_equal(before[1][1], after[1][1])
     for a, b in zip(before[1][2], after[1][2], strict=True):
         np.testing.assert_array_equal(a, b)
@@ -265,7 +265,7 @@ def test_keys_of_a_bag_without_divisor_are_no_uses(combiner):
         features = programs.batch(collection, user=jaxsok.Bags(keys, weights=np.array(weights, np.float32)))
         before = programs.rows_of(collection, state)
         state, stats = programs.learn(collection, state, features)
-    after = programs.exported(collection, state)
+    after = programs.export(collection, state)
     np.testing.assert_array_equal(after[1][1], before[1])
     assert np.all(after[2][1] != before[2]) and np.all(after[3][1] != before[3])
     for a, b in zip(after[2][2], after[3][2], strict=True):

@@ -1,4 +1,4 @@
-"""Execution modes: each gives the result of the plain donated step, or an error with the reason (docs/training.md)."""
+"""Execution modes (docs/compiled_steps.md) give the result of the plain donated step, or an error with the reason."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ DIM = 4
 
 
 @functools.cache
-def declared(capacity=64, max_capacity=None):
+def declare(capacity=64, max_capacity=None):
     """Declares two stores, one of them with bags."""
     tables = [
         jaxsok.TableSpec("user", DIM, jaxsok.optim.adagrad(0.1), capacity=capacity, max_capacity=max_capacity),
@@ -63,23 +63,23 @@ def linear_loss(embeddings):
     return sum(jnp.sum(embedding) for embedding in embeddings.values())
 
 
-def donated(step):
+def donate(step):
     """Returns the jitted step with a donated state."""
     return jax.jit(step, donate_argnums=0, compiler_options=programs.quickly())
 
 
-def stacked(trees):
+def stack_trees(trees):
     """Stacks trees of equal shapes along a leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def unstacked(tree, number):
-    """Reverses `stacked` for one tree."""
+def unstack_tree(tree, number):
+    """Reverses `stack_trees` for one tree."""
 
-    def one(i):
+    def take_leaf(i):
         return jax.tree.map(lambda leaf: leaf[i], tree)
 
-    return [one(i) for i in range(number)]
+    return [take_leaf(i) for i in range(number)]
 
 
 def assert_same(collection, first, second):
@@ -100,9 +100,9 @@ def micro_batches(raw, number):
 @pytest.mark.parametrize("way", ["loop", "scan"])
 def test_accumulated_micro_batches_are_one_batch(way):
     """One update with the plans of four lookups, each with a quarter of the gradient, gives rows with equal bits."""
-    collection, number = declared(), 4
+    collection, number = declare(), 4
     raw = raw_of(1)
-    whole, _ = donated(step_of(collection))(collection.init(seed=0), collection.batch(raw).features)
+    whole, _ = donate(step_of(collection))(collection.init(seed=0), collection.batch(raw).features)
     parts = [collection.batch(part).features for part in micro_batches(raw, number)]
 
     def look_up(state, features):
@@ -119,11 +119,11 @@ def test_accumulated_micro_batches_are_one_batch(way):
         return collection.update(state, plans, gradients)
 
     def scan(state, parts):
-        state, (plans, gradients) = jax.lax.scan(look_up, state, stacked(parts))
-        plans, gradients = unstacked(plans, number), unstacked(gradients, number)
+        state, (plans, gradients) = jax.lax.scan(look_up, state, stack_trees(parts))
+        plans, gradients = unstack_tree(plans, number), unstack_tree(gradients, number)
         return collection.update(state, plans, gradients)
 
-    state, stats = donated({"loop": loop, "scan": scan}[way])(collection.init(seed=0), parts)
+    state, stats = donate({"loop": loop, "scan": scan}[way])(collection.init(seed=0), parts)
     stats.check()
     assert int(state.step) == 1
     # A GPU's compiler fuses the loss differently in a loop: its gradients differ in the last bit.
@@ -137,7 +137,7 @@ def test_accumulated_micro_batches_are_one_batch(way):
 
 def test_dense_model_in_bfloat16():
     """Embeddings are cast at the model's input; gradients return in float32, and rows and state stay float32."""
-    collection = declared()
+    collection = declare()
     kernel = jnp.asarray(np.random.default_rng(0).normal(size=(DIM, 3)), jnp.float32)
 
     def loss(kernel, embeddings, dtype):
@@ -173,18 +173,18 @@ def test_dense_model_in_bfloat16():
 def test_scan_over_steps():
     """K steps in one program give the same bits, and `grow(steps=K)` makes room for the worst case of all of them."""
     num_steps = 5
-    plain, scanned = declared(8), jaxsok.Collection(declared(8).tables, declared(8).features)
+    plain, scanned = declare(8), jaxsok.Collection(declare(8).tables, declare(8).features)
     features = [features_of(plain, seed, num_keys=400) for seed in range(num_steps)]
-    state, step = plain.init(seed=0), donated(step_of(plain))
-    for one in features:
-        state, stats = step(plain.grow(state), one)
+    state, step = plain.init(seed=0), donate(step_of(plain))
+    for feature in features:
+        state, stats = step(plain.grow(state), feature)
         stats.check()
 
-    @donated
+    @donate
     def run(state, features):
         return jax.lax.scan(step_of(scanned), state, features)
 
-    features = stacked([features_of(scanned, seed, num_keys=400) for seed in range(num_steps)])
+    features = stack_trees([features_of(scanned, seed, num_keys=400) for seed in range(num_steps)])
     small, stats = run(scanned.init(seed=0), features)
     assert np.asarray(stats.num_refused).sum() > 0, "8 rows are too few: without grow keys are refused, and counted"
     roomy = scanned.grow(scanned.init(seed=0), steps=num_steps)
@@ -211,19 +211,19 @@ def ref_step_of(collection, loss=loss_of):
 
 def test_state_in_references():
     """`jax.Ref`s need no donation: they give the bits of a donated step, nothing is copied, and they grow."""
-    collection = declared(8)
+    collection = declare(8)
     features = [features_of(collection, seed, num_keys=60) for seed in range(4)]
-    state, step = collection.init(seed=0, salt=0), donated(step_of(collection))
-    for one in features:
-        state, _ = step(collection.grow(state), one)
+    state, step = collection.init(seed=0, salt=0), donate(step_of(collection))
+    for feature in features:
+        state, _ = step(collection.grow(state), feature)
 
     refs = jax.tree.map(jax.new_ref, collection.init(seed=0, salt=0))
     ref_step = jax.jit(ref_step_of(collection), compiler_options=programs.quickly())
-    for one in features:
+    for feature in features:
         # Frozen references are arrays again, and the references are consumed.
         grown = collection.grow(jax.tree.map(jax.freeze, refs))
         refs = jax.tree.map(jax.new_ref, grown)
-        ref_step(refs, one)
+        ref_step(refs, feature)
     held = jax.tree.map(lambda ref: ref[...], refs)
     if jax.default_backend() == "cpu":
         assert_same(collection, state, held)
@@ -233,7 +233,7 @@ def test_state_in_references():
 
 def test_references_are_changed_in_place():
     """The program copies no table, and the arrays keep their addresses."""
-    collection = declared(1 << 12)
+    collection = declare(1 << 12)
     refs = jax.tree.map(jax.new_ref, collection.init(seed=0))
     features = features_of(collection, 0)
     compiled = jax.jit(ref_step_of(collection)).lower(refs, features).compile()
@@ -250,7 +250,7 @@ def test_references_on_a_mesh():
     collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
     features = collection.batch({"user": np.arange(8) % 5}).features
     loss = programs.loss_of
-    state, _ = donated(step_of(collection, loss))(collection.init(seed=0), features)
+    state, _ = donate(step_of(collection, loss))(collection.init(seed=0), features)
     refs = jax.tree.map(jax.new_ref, collection.init(seed=0))
 
     jax.jit(ref_step_of(collection, loss), compiler_options=programs.quickly())(refs, features).check()
@@ -262,7 +262,7 @@ def test_references_on_a_mesh():
 
 def test_operations_are_named():
     """Profilers read the metadata of operations: the call and the store."""
-    collection = declared()
+    collection = declare()
     state, features = collection.init(seed=0), features_of(collection, 0)
 
     def everything(state, features):
@@ -305,12 +305,12 @@ def test_exchange_is_named():
 
 def test_calls_are_named_on_the_host(tmp_path):
     """A trace shows the work of the host: packing, growing, tracing of a step."""
-    collection = jaxsok.Collection(declared().tables, declared().features)
+    collection = jaxsok.Collection(declare().tables, declare().features)
     state = collection.init(seed=0)
     with jax.profiler.trace(str(tmp_path)):
         features = features_of(collection, 0)
         state = collection.grow(state)
-        state, _ = donated(step_of(collection))(state, features)
+        state, _ = donate(step_of(collection))(state, features)
         jax.block_until_ready(state)
     (path,) = tmp_path.glob("**/*.trace.json.gz")
     text = gzip.decompress(path.read_bytes()).decode()
@@ -329,7 +329,7 @@ def with_rows(state, rows):
 
 def refused_cases():
     """Returns, by name, a request to JAX, and the op and argument that the message names."""
-    collection = declared()
+    collection = declare()
     state, features = collection.init(seed=0), features_of(collection, 0)
     rows = state.stores[0].rows[0]
     embeddings, after, plan = collection.lookup(state, features)
@@ -337,7 +337,7 @@ def refused_cases():
     def total(rows, op):
         return sum(e.sum() for e in getattr(collection, op)(with_rows(state, rows), features)[0].values())
 
-    def moved(gradients):
+    def move_rows(gradients):
         return collection.update(after, plan, gradients)[0].stores[0].rows[0].sum()
 
     two = functools.partial(jax.tree.map, lambda leaf: jnp.stack([leaf, leaf]))
@@ -348,7 +348,7 @@ def refused_cases():
             lambda: jax.jvp(lambda r: total(r, "lookup"), (rows,), (rows,)),
             "lookup: state: got a deriv",
         ),
-        "grad through update": (lambda: jax.grad(moved)(embeddings), "update: gradients: got a derivative"),
+        "grad through update": (lambda: jax.grad(move_rows)(embeddings), "update: gradients: got a derivative"),
         "grad in a scan": (
             lambda: jax.grad(
                 lambda r: jax.lax.scan(lambda c, _: (c + total(r, "lookup"), None), jnp.float32(0), None, length=2)[0]
@@ -396,7 +396,7 @@ def test_derivatives_and_maps_are_refused(name):
 
 def test_transformations_around_a_whole_step_that_need_no_derivative_of_it():
     """A lookup inside a differentiated function is allowed if no derivative with respect to the state is requested."""
-    collection = declared()
+    collection = declare()
     state, features = collection.init(seed=0), features_of(collection, 0)
 
     @jax.jit
@@ -424,7 +424,7 @@ def test_lookup_under_checkpoint_runs_twice():
 
     Outside the checkpointed function it is done once. If JAX starts to keep the first result, this test fails.
     """
-    collection = declared()
+    collection = declare()
 
     def inside(scale, state, features):
         def loss(scale):
@@ -479,24 +479,24 @@ def run_steps(collection, step, *, num_steps=8, keep=False, wait=True):
 def test_a_copied_state_gives_a_warning(monkeypatch, name, warns):
     """The result is right; `grow` warns once, from the addresses of the rows, that every step copies them."""
     monkeypatch.setattr(grow, "WORTH_BYTES", 0)
-    collection = jaxsok.Collection(declared().tables, declared().features)
+    collection = jaxsok.Collection(declare().tables, declare().features)
     plain = step_of(collection, linear_loss)
-    step = {"donated": donated(plain), "not jitted": plain}.get(
+    step = {"donated": donate(plain), "not jitted": plain}.get(
         name, jax.jit(plain, compiler_options=programs.quickly())
     )
     state, caught = run_steps(collection, step, keep=name == "kept on purpose")
-    messages = [str(one.message) for one in caught]
+    messages = [str(warning.message) for warning in caught]
     assert len(messages) == warns, messages
     if warns:
         assert messages[0].startswith("grow: state: got a new copy of it after each of the last 3 steps")
         assert caught[0].category is RuntimeWarning and caught[0].filename == __file__
-    want, _ = run_steps(collection, donated(plain))
+    want, _ = run_steps(collection, donate(plain))
     programs.assert_same_tables(collection, want, state)
 
 
 def test_small_states_may_be_copied():
     """Below 64 MiB there is no warning: examples need no donation."""
-    collection = jaxsok.Collection(declared().tables, declared().features)
+    collection = jaxsok.Collection(declare().tables, declare().features)
     _, caught = run_steps(collection, jax.jit(step_of(collection)))
     assert not caught
 
@@ -506,14 +506,14 @@ def test_small_states_may_be_copied():
 
 def test_each_shape_of_a_batch_is_a_program():
     """A smaller last batch traces the step again; a padded batch does not, and gives the same rows."""
-    collection, sizes, traced = declared(256), [16, 16, 9], []
+    collection, sizes, traced = declare(256), [16, 16, 9], []
     step = step_of(collection, lambda e: jnp.sum(e["user"] ** 2) + jnp.sum(e["item"] ** 2))
 
-    def counted(state, features):
+    def count_traces(state, features):
         traced.append(features.stores[0].keys.shape)
         return step(state, features)
 
-    unpadded, padded = (jax.jit(lambda *args: counted(*args), donate_argnums=0) for _ in range(2))
+    unpadded, padded = (jax.jit(lambda *args: count_traces(*args), donate_argnums=0) for _ in range(2))
     state = collection.init(seed=0)
     for seed, size in enumerate(sizes):
         state, _ = unpadded(state, features_of(collection, seed, num_samples=size))

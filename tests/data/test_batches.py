@@ -14,7 +14,7 @@ import jaxsok
 from jaxsok.data import ArraySource, Batches, BlockSource, JoinedSource, iterate
 
 
-def of_one(source, batch_size, **options):
+def read_in_one_process(source, batch_size, **options):
     """Returns the batches of all processes, as a single process reads them."""
     return Batches(source, batch_size, **{"process_index": 0, "process_count": 1} | options)
 
@@ -63,7 +63,7 @@ def cases(draw):
 def test_an_epoch_has_each_sample_at_most_once(case, epoch):
     """Batches are full, come from the samples between start and stop, and are as many as fit."""
     source, batch_size, options = case
-    batches = of_one(source, batch_size, **options)
+    batches = read_in_one_process(source, batch_size, **options)
     start, stop, _ = slice(options["start"], options["stop"]).indices(len(source))
     size = batch_size // options["num_streams"]
     assert len(batches) == (stop - start) // options["num_streams"] // size
@@ -79,12 +79,12 @@ def test_parts_of_the_processes_are_the_batch(case, count, number):
     source, batch_size, options = case
     streams = options["num_streams"]
     hypothesis.assume(streams % count == 0 or count % streams == 0)
-    whole = of_one(source, batch_size, **options)[number]["place"].tolist()
+    whole = read_in_one_process(source, batch_size, **options)[number]["place"].tolist()
     parts = [Batches(source, batch_size, **options, process_index=i, process_count=count) for i in range(count)]
     found = [part[number]["place"].tolist() for part in parts]
     assert [len(part) for part in found] == [batch_size // count] * count
     assert flat(found) == whole
-    assert {len(part) for part in parts} == {len(of_one(source, batch_size, **options))}
+    assert {len(part) for part in parts} == {len(read_in_one_process(source, batch_size, **options))}
 
 
 @hypothesis.given(
@@ -98,18 +98,18 @@ def test_without_a_seed_batches_follow_the_source(num_samples, batch_size, ends)
     if not wanted:
         return
     options = {"start": start, "stop": stop, "drop_remainder": False}
-    assert places(of_one(numbers(num_samples, 7), batch_size, **options)) == wanted
+    assert places(read_in_one_process(numbers(num_samples, 7), batch_size, **options)) == wanted
     two = [Batches(numbers(num_samples, 7), batch_size, **options, process_index=i, process_count=2) for i in (0, 1)]
     for part, begin in zip(two, (0, batch_size // 2), strict=True):
         assert places(part) == [batch[begin : begin + batch_size // 2] for batch in wanted]
     if len(wanted[0]) == batch_size:
         full = [batch for batch in wanted if len(batch) == batch_size]
-        assert places(of_one(numbers(num_samples), batch_size, start=start, stop=stop)) == full
+        assert places(read_in_one_process(numbers(num_samples), batch_size, start=start, stop=stop)) == full
 
 
 def test_streams_are_parts_of_the_source_in_order():
     """Without a seed, each batch has the next samples of every part."""
-    batches = of_one(numbers(26), 4, num_streams=2)
+    batches = read_in_one_process(numbers(26), 4, num_streams=2)
     assert places(batches)[:2] == [[0, 1, 13, 14], [2, 3, 15, 16]]
     assert len(batches) == 6
 
@@ -128,26 +128,30 @@ def test_epochs_and_seeds_differ():
     """The same seed gives the same batches, from another object too."""
 
     def read(seed, epoch):
-        return places(itertools.islice(of_one(numbers(200, 10), 20, seed=seed).repeat(3), 10 * epoch, 10 * epoch + 10))
+        return places(
+            itertools.islice(
+                read_in_one_process(numbers(200, 10), 20, seed=seed).repeat(3), 10 * epoch, 10 * epoch + 10
+            )
+        )
 
     found = {(seed, epoch): read(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}
     for epoch in found.values():
         assert sorted(flat(epoch)) == list(range(200))
         assert all(batch == sorted(batch) for batch in epoch)
-    for one, other in itertools.combinations(found, 2):
-        assert found[one] != found[other], (one, other)
+    for first, other in itertools.combinations(found, 2):
+        assert found[first] != found[other], (first, other)
     assert {key: read(*key) for key in found} == found
 
 
 def _blocks_of_first_window(epoch, num_streams):
-    batches = of_one(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams)
+    batches = read_in_one_process(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams)
     return {place // 10 for place in flat(places(batches[i] for i in range(100 * epoch, 100 * epoch + 5)))}
 
 
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_a_window_mixes_its_batches_alone(num_streams):
     """A batch has samples of many blocks, all of which belong to its window."""
-    found = places(of_one(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams))
+    found = places(read_in_one_process(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams))
     blocks = [{place // 10 for place in batch} for batch in found]
     windows = [set().union(*blocks[i : i + 5]) for i in range(0, 100, 5)]
     # 200 samples fill 20 blocks, and may start and end in the middle of one in each stream.
@@ -158,12 +162,12 @@ def test_a_window_mixes_its_batches_alone(num_streams):
     order = [min(window) for window in windows]
     assert order != sorted(order), "blocks come in another order"
     of_epoch = [_blocks_of_first_window(epoch, num_streams) for epoch in range(3)]
-    assert all(len(one & other) < 10 for one, other in itertools.combinations(of_epoch, 2)), "in each epoch"
+    assert all(len(first & other) < 10 for first, other in itertools.combinations(of_epoch, 2)), "in each epoch"
 
 
 def test_shuffling_is_even():
     """Over many epochs a sample is in each batch equally often."""
-    batches = of_one(numbers(20, 3), 5, seed=0, shuffle_batches=4)
+    batches = read_in_one_process(numbers(20, 3), 5, seed=0, shuffle_batches=4)
     counts = np.zeros((4, 20))
     for index in range(4 * 1000):
         counts[index % 4, batches[index]["place"]] += 1
@@ -173,7 +177,7 @@ def test_shuffling_is_even():
 
 def test_a_batch_is_a_function_of_its_number():
     """Batches may be read in any order, again, or from the end; Grain's datasets slice, repeat and transform them."""
-    batches = of_one(numbers(100, 7), 10, seed=3)
+    batches = read_in_one_process(numbers(100, 7), 10, seed=3)
     in_order = places(batches[i] for i in range(30))
     for i in (29, 3, 17, 3):
         assert batches[i]["place"].tolist() == in_order[i]
@@ -192,7 +196,7 @@ def test_bags_of_several_streams_are_joined():
     lengths = np.arange(40) % 3
     keys = np.repeat(np.arange(40), lengths)
     source = ArraySource({"place": np.arange(40), "tags": jaxsok.Bags(keys, lengths=lengths)}, block_samples=6)
-    for batch in of_one(source, 8, seed=0, num_streams=4):
+    for batch in read_in_one_process(source, 8, seed=0, num_streams=4):
         assert batch["tags"].keys.tolist() == [place for place in batch["place"] for _ in range(place % 3)]
         assert np.diff(batch["tags"].offsets).tolist() == (batch["place"] % 3).tolist()
 
@@ -260,21 +264,21 @@ def test_blocks_are_loaded_once_an_epoch(num_streams, seed, block):
     most_kept = max(8, 2 * (200 // block + 1 + 2 * num_streams))
     for num_threads in (0, 3):
         source = Loaded([block] * (4000 // block))
-        batches = of_one(source, 40, seed=seed, num_streams=num_streams, shuffle_batches=5)
+        batches = read_in_one_process(source, 40, seed=seed, num_streams=num_streams, shuffle_batches=5)
         assert len(places(iterate(batches, num_threads=num_threads))) == 100
         assert set(source.loads) == set(range(4000 // block))
         assert len(source.loads) <= (1.5 if num_threads else 1) * (4000 // block + num_streams - 1)
         assert len(source._kept) <= most_kept
 
 
-def _changed(batch):
+def _change(batch):
     """Transforms a batch, in worker processes too."""
     return {"place": batch["place"] + 1000}
 
 
 def make(num_samples=100, **options):
     """Returns three epochs of ten batches, transformed."""
-    return of_one(numbers(num_samples, 7), num_samples // 10, seed=11, **options).map(_changed).repeat(3)
+    return read_in_one_process(numbers(num_samples, 7), num_samples // 10, seed=11, **options).map(_change).repeat(3)
 
 
 @pytest.mark.parametrize("options", [{"num_threads": 1}, {"num_threads": 5}, {"num_ahead": 1}, {"num_threads": 0}])
@@ -304,14 +308,14 @@ def test_a_state_leads_to_the_next_batch(stops, threads):
 def test_going_on_with_other_processes():
     """The streams stay the same, so two processes continue where one stopped."""
     options = {"seed": 2, "num_streams": 4}
-    one = iterate(of_one(numbers(200, 9), 8, **options).repeat(2))
-    before = places(itertools.islice(one, 30))
-    state = one.get_state()
+    batches = iterate(read_in_one_process(numbers(200, 9), 8, **options).repeat(2))
+    before = places(itertools.islice(batches, 30))
+    state = batches.get_state()
     two = [iterate(Batches(numbers(200, 9), 8, **options, process_index=i, process_count=2).repeat(2)) for i in (0, 1)]
     for iterator in two:
         iterator.set_state(state)
     after = [flat(parts) for parts in zip(*(places(iterator) for iterator in two), strict=True)]
-    assert before + after == places(of_one(numbers(200, 9), 8, **options).repeat(2))
+    assert before + after == places(read_in_one_process(numbers(200, 9), 8, **options).repeat(2))
 
 
 def test_an_iterator_can_be_set_back():
@@ -336,7 +340,7 @@ def test_an_error_of_a_source_reaches_the_reader():
                 raise OSError("block 3 is damaged")
             return super().load(block)
 
-    iterator = iterate(of_one(Bad([10] * 5), 10))
+    iterator = iterate(read_in_one_process(Bad([10] * 5), 10))
     assert places(itertools.islice(iterator, 3)) == [list(range(i, i + 10)) for i in (0, 10, 20)]
     with pytest.raises(OSError, match="block 3 is damaged"):
         next(iterator)

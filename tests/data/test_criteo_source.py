@@ -81,12 +81,12 @@ def _as_text(paths, folder):
     return criteo.TextSource(paths)
 
 
-def _converted(paths, folder):
+def _convert(paths, folder):
     criteo.convert(paths, folder / "converted", num_threads=3)
     return criteo.binary_source(folder / "converted")
 
 
-@pytest.fixture(params=[_as_text, _converted])
+@pytest.fixture(params=[_as_text, _convert])
 def read(request, tmp_path):
     """Returns a reader of plain text: directly, or after a conversion."""
     return lambda paths: request.param(paths, tmp_path)
@@ -112,7 +112,7 @@ def test_genuine_rows_are_read_as_the_csv_module_reads_them(tmp_path, small_bloc
     whole = [[row[0], *(x.removesuffix(".0") for x in row[1:14]), *row[14:]] for row in rows]
     assert whole != rows, "the sample has integers written as floats; the log itself has none"
     (tmp_path / "sample.tsv.gz").write_bytes(gzip.compress(_to_text(whole)))
-    _assert_reads(_converted(tmp_path / "sample.tsv.gz", tmp_path), whole)
+    _assert_reads(_convert(tmp_path / "sample.tsv.gz", tmp_path), whole)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 40, 700, 10**6])
@@ -182,7 +182,7 @@ def test_gzip_is_recognised_by_its_first_bytes(tmp_path, small_blocks):
     rows = _synthetic_fields(200)
     halves = _to_text(rows[:90]), _to_text(rows[90:])
     (tmp_path / "day_0").write_bytes(gzip.compress(halves[0]) + gzip.compress(halves[1]))  # two members, as pigz writes
-    _assert_reads(_converted(tmp_path / "day_0", tmp_path), rows)
+    _assert_reads(_convert(tmp_path / "day_0", tmp_path), rows)
     with pytest.raises(ValueError, match=r"TextSource: .*day_0: got a file compressed with gzip.*convert"):
         criteo.TextSource(tmp_path / "day_0")
 
@@ -313,8 +313,8 @@ def test_a_conversion_replaces_the_one_before(tmp_path):
     rows = _synthetic_fields(10)
     (tmp_path / "train").write_bytes(_to_text(rows))
     (tmp_path / "test").write_bytes(_to_text([row[1:] for row in rows[:10]]))
-    _assert_reads(_converted(tmp_path / "train", tmp_path), rows)
-    _assert_reads(_converted(tmp_path / "test", tmp_path), rows, has_label=False)
+    _assert_reads(_convert(tmp_path / "train", tmp_path), rows)
+    _assert_reads(_convert(tmp_path / "test", tmp_path), rows, has_label=False)
 
 
 def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):

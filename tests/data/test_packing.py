@@ -39,9 +39,9 @@ def source_of(**changes):
 
 def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert leaf.dtype == other.dtype and leaf.shape == other.shape
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
@@ -53,8 +53,8 @@ def test_batches_are_those_of_the_collection(num_devices, pad_to, is_narrow):
     batches = data.Batches(source, BATCH_SIZE)
     packed = batches.map(data.PackBatch(collection, pad_to=pad_to))
     assert len(packed) == NUM_SAMPLES // BATCH_SIZE
-    for one, raw in zip(packed, batches, strict=True):
-        got = collection.batch(one, pad_to=pad_to)
+    for batch, raw in zip(packed, batches, strict=True):
+        got = collection.batch(batch, pad_to=pad_to)
         assert_same(got, collection.batch(raw, pad_to=pad_to))
         np.testing.assert_array_equal(np.asarray(got["label"])[:BATCH_SIZE], raw["label"])
 
@@ -81,7 +81,7 @@ def test_workers_pack_for_a_training_that_resumes(num_devices):
     again.set_state(stopped)
     state, _ = train(again, state, 12)
     for table in ("user", "words"):
-        got_rows, want_rows = (collection.export_table(one, table) for one in (state, want))
+        got_rows, want_rows = (collection.export_table(trained, table) for trained in (state, want))
         for name in ("keys", "rows"):
             order, want_order = np.argsort(got_rows["keys"]), np.argsort(want_rows["keys"])
             np.testing.assert_array_equal(got_rows[name][order], want_rows[name][want_order])
@@ -103,9 +103,9 @@ def test_what_numpy_has_to_pack_passes_as_it_is():
 
 
 def test_a_batch_for_other_devices_is_refused():
-    one, four = collection_of(), collection_of(4)
+    single, four = collection_of(), collection_of(4)
     raw = source_of().take(slice(0, BATCH_SIZE))
     with pytest.raises(ValueError, match="batch: raw: got a batch packed for"):
-        four.batch(data.PackBatch(one).map(raw))
+        four.batch(data.PackBatch(single).map(raw))
     with pytest.raises(ValueError, match="batch: raw: got a batch packed for"):
-        one.batch(data.PackBatch(one).map(raw), pad_to=32)
+        single.batch(data.PackBatch(single).map(raw), pad_to=32)

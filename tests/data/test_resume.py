@@ -99,7 +99,7 @@ def _assert_same_tables(first, second):
 
 
 @functools.cache
-def uninterrupted(path, num_shards):
+def train_without_stop(path, num_shards):
     """Trains two epochs without a stop."""
     run = Run(path, num_shards)
     run.train()
@@ -114,7 +114,7 @@ def uninterrupted(path, num_shards):
 )
 def test_training_goes_on_at_the_next_batch(num_shards, path, tmp_path, stop):
     """A run stops before, within, between and after epochs, while the pipeline has read further."""
-    whole = uninterrupted(path, num_shards)
+    whole = train_without_stop(path, num_shards)
     first = Run(path, num_shards)
     pipeline = first.train(stop)
     assert pipeline.get_state() == {"next_index": stop}

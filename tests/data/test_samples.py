@@ -83,7 +83,7 @@ def assert_reads(source: Source, positions, plain: dict[str, list]) -> None:
         assert as_lists(columns[name]) == [column[i] for i in wanted], name
 
 
-def _mapped(folder: pathlib.Path) -> ArraySource:
+def _map_arrays(folder: pathlib.Path) -> ArraySource:
     np.save(folder / "user.npy", np.array(PLAIN["user"]))
     np.save(folder / "pair.npy", np.asfortranarray(np.array(PLAIN["pair"], np.int32)))
     mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("user", "pair")}
@@ -116,7 +116,7 @@ def _halves(first: Source, second: Source) -> JoinedSource:
 SOURCES = {
     "arrays": lambda folder: ArraySource(_arrays()),
     "blocks of arrays": lambda folder: ArraySource(_arrays(), block_samples=7),
-    "mapped arrays": _mapped,
+    "mapped arrays": _map_arrays,
     "table": lambda folder: ArrowSource(pa.concat_tables([_table(slice(0, 31)), _table(slice(31, 60))])),
     "parquet folder": lambda folder: ArrowSource(_parquet(folder / "files")),
     "parquet pattern": lambda folder: ArrowSource(_parquet(folder / "files") + "/*.parquet"),

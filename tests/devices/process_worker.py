@@ -49,7 +49,7 @@ def raw_batch(step, process=0, num_processes=1):
     keys = rng.integers(0, 60, int(lengths.sum()))
     user, ad = rng.integers(0, 1000, NUM_SAMPLES), rng.integers(-1, 40, NUM_SAMPLES)
     label = rng.normal(size=NUM_SAMPLES).astype(np.float32)
-    first, last = (NUM_SAMPLES * one // num_processes for one in (process, process + 1))
+    first, last = (NUM_SAMPLES * number // num_processes for number in (process, process + 1))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return {
         "user": user[first:last],
@@ -98,7 +98,7 @@ def operate(collection):
         for size in (700, 1, 90):
             keys = np.unique(rng.integers(0, 2**63, size, np.uint64))
             rows = rng.normal(size=(len(keys), DIM)).astype(np.float32)
-            names = [one.name for one in table.optimizer.state_specs(DIM)]
+            names = [state_spec.name for state_spec in table.optimizer.state_specs(DIM)]
             chunks.append(jaxsok.Records(keys, rows, {name: rows + 1 for name in names}))
         state = collection.import_table(state, table.name, chunks)
         asked = np.concatenate([chunks[0].keys[::9], rng.integers(0, 2**63, 9, np.uint64)])
@@ -107,13 +107,13 @@ def operate(collection):
         )
         rows, is_there = collection.rows_of(state, table.name, asked)
         also = collection.contains(state, table.name, asked)
-        read[table.name] = [np.asarray(one) for one in (inserted, refused, rows, is_there, also)]
+        read[table.name] = [np.asarray(array) for array in (inserted, refused, rows, is_there, also)]
     state, num_erased = collection.clear(state, "item")
     read["num_erased"] = [np.asarray(num_erased)]
     return state, read
 
 
-def exported(collection, state):
+def export_tables(collection, state):
     """Returns the same as `local_tables`, from the stream of records."""
     columns = {}
     for table in TABLES:
@@ -129,7 +129,7 @@ def local_tables(collection, state):
     """Returns this process's records: {"<table>.<column>": array}, replicated tables from its first shard."""
     columns = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
-        names = [one.name for one in spec.state_specs]
+        names = [state_spec.name for state_spec in spec.state_specs]
         slabs = {"records": store.records, "rows": store.rows, **dict(zip(names, store.states, strict=True))}
         num_local = len(store.counters.addressable_shards)
         for place in range(1 if spec.is_replicated else num_local):
@@ -183,8 +183,8 @@ def do_job(job, number, num_processes, folder):
     if job == "operations":
         collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data")
         state, read = operate(collection)
-        read = {f"read.{name}.{i}": one for name, values in read.items() for i, one in enumerate(values)}
-        parts = {**local_tables(collection, state), **exported(collection, state)}
+        read = {f"read.{name}.{i}": value for name, values in read.items() for i, value in enumerate(values)}
+        parts = {**local_tables(collection, state), **export_tables(collection, state)}
         np.savez(folder / f"{number}.npz", **read, **parts)
         return
     if job == "errors":
@@ -194,7 +194,7 @@ def do_job(job, number, num_processes, folder):
         host_memory(mesh, number, num_processes, folder)
         return
     if job == "evict":
-        evicted_by_need(mesh, number, num_processes, folder)
+        evict_by_need(mesh, number, num_processes, folder)
         return
     wire = WIRES["narrow" if job == "train narrow" else "float32"]
     collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data", exchange=wire)
@@ -230,7 +230,7 @@ def evicting(mesh):
     return jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables], mesh=mesh, axis="data")
 
 
-def evicted(collection, process=0, num_processes=1):
+def evict_by_name(collection, process=0, num_processes=1):
     """Brings new keys into full stores, then evicts by name; returns the state and the evicted records."""
     state, handed = collection.init(seed=0), {"user": [], "ad": []}
 
@@ -248,10 +248,10 @@ def evicted(collection, process=0, num_processes=1):
     return state, gone, handed
 
 
-def evicted_by_need(mesh, number, num_processes, folder):
+def evict_by_need(mesh, number, num_processes, folder):
     """Returns the records that each process received, and those that its shards still have."""
     collection = evicting(mesh)
-    state, gone, handed = evicted(collection, number, num_processes)
+    state, gone, handed = evict_by_name(collection, number, num_processes)
     np.savez(
         pathlib.Path(folder) / f"{number}.npz",
         gone=np.asarray(gone.num_evicted),
@@ -291,7 +291,7 @@ def errors_of_one(mesh, number, folder):
     step = jax.jit(lambda state, asked: collection.lookup(state, asked)[1], donate_argnums=0)
     found, wait = {}, multihost_utils.sync_global_devices
 
-    def seen(state, keys):
+    def run_step(state, keys):
         mine = np.split(keys, 2)[number]
         return step(state, collection.batch({"user": mine, "ad": mine}).features)
 
@@ -299,14 +299,14 @@ def errors_of_one(mesh, number, folder):
         found[name] = outcome_of(call)
 
     def rows_of(state):
-        return [np.asarray(collection.rows_of(state, one.name, np.arange(40))[0]).tobytes() for one in tables]
+        return [np.asarray(collection.rows_of(state, table.name, np.arange(40))[0]).tobytes() for table in tables]
 
     def full_disk(name="write_part", process=1):
         """Raises an error in one process."""
         no_space = OSError(28, "No space left on device")
         return mock.patch.object(manifest, name, side_effect=no_space if number == process else getattr(manifest, name))
 
-    def damaged(path):
+    def damage(path):
         """Returns the path; in process 1, that of a copy whose rows have a changed byte."""
         if number == 0:
             return path
@@ -318,7 +318,7 @@ def errors_of_one(mesh, number, folder):
         file.write_bytes(data)
         return copy
 
-    state = seen(collection.init(seed=3), np.arange(20))
+    state = run_step(collection.init(seed=3), np.arange(20))
     for name, process in (("write_part", 1), ("join_parts", 0)):
         with full_disk(name, process):
             note(f"export: {name}", lambda: checkpoint.export_full(folder / "failed", collection, state))
@@ -327,10 +327,10 @@ def errors_of_one(mesh, number, folder):
     wait("exported")
     found["left"] = [sorted(path.name for path in folder.glob("failed*"))]
     checkpoint.export_full(folder / "full", collection, state)
-    state = seen(state, np.arange(10, 30))
+    state = run_step(state, np.arange(10, 30))
     delta = folder / "delta"
     nowhere = [folder / "full", folder / "nowhere"][number]
-    broken = damaged(folder / "full")
+    broken = damage(folder / "full")
     wait("damaged")
     # Rows went since the base: so all processes search its keys for those that are gone.
     state, _ = collection.erase(state, "user", np.arange(3, dtype=np.int64))
@@ -343,7 +343,7 @@ def errors_of_one(mesh, number, folder):
     note("export: elsewhere", lambda: checkpoint.export_full([folder / "new", delta][number], collection, state))
     before = rows_of(state)
     note("load: live", lambda: checkpoint.load(broken, collection, state=state))
-    broken_delta = damaged(delta)
+    broken_delta = damage(delta)
     loaded = checkpoint.load(folder / "full", collection)
     note("apply", lambda: checkpoint.apply_delta(broken_delta, collection, loaded, after=folder / "full"))
     found["unchanged"] = [str(rows_of(state) == before)]
@@ -362,7 +362,7 @@ def errors_of_one(mesh, number, folder):
         note(f"{kind}: refused", functools.partial(save, "refused", compression=["none", "zip"][number]))
     items = folder / "items"
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(items, args=checkpoint.TablesSave(collection, state))
-    broken = damaged(items)
+    broken = damage(items)
     handler = checkpoint.TablesCheckpointHandler()
     note("restore", lambda: handler.restore(broken, checkpoint.TablesRestore(collection)))
     # All processes are still in step.
@@ -419,7 +419,7 @@ def host_memory(mesh, number, num_processes, folder):
     def note(name, call):
         found[name] = outcome_of(call)
 
-    def left(num_bytes, owner="host"):
+    def set_limits(num_bytes, owner="host"):
         """Sets the limits that each process reads; the second process reads a little less."""
         limit = host_limits.HostLimit("MemAvailable", num_bytes - number, owner)
         return mock.patch.object(host_limits, "limits", lambda: [limit])
@@ -429,10 +429,10 @@ def host_memory(mesh, number, num_processes, folder):
     def pinning(process):
         """Simulates memory that the driver does not pin in one process."""
         error = MemoryError("host memory: out of memory")
-        made = mock.Mock(side_effect=error) if number == process else placed
+        made = mock.Mock(side_effect=error) if number == process else place_array
         return mock.patch.multiple(host_slabs, _is_pinned=lambda records: True, _allocate_pinned=made)
 
-    def placed(device, shape):
+    def place_array(device, shape):
         place = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         made = jax.device_put(np.zeros(shape, np.uint8), place)
         return jax.make_array_from_single_device_arrays(shape, place, [made])
@@ -446,10 +446,10 @@ def host_memory(mesh, number, num_processes, folder):
         ("one fits", 2 * asked, "host"),
         ("apart", asked + 1, f"host {number}"),
     ):
-        with left(num_bytes, owner):
+        with set_limits(num_bytes, owner):
             note(f"init: {name}", collection.init)
     state = collection.init(seed=1)
-    with left(2 * asked):
+    with set_limits(2 * asked):
         note("grow: one fits", lambda: grown(state))
     for process in range(num_processes):
         with pinning(process):
@@ -462,12 +462,12 @@ def host_memory(mesh, number, num_processes, folder):
             dataclasses.replace(table, memory=memory) for table in TABLES if table.placement != jaxsok.REPLICATED
         ]
         asking = [feature for feature in FEATURES if feature.table != "ad"]
-        one = jaxsok.Collection(in_memory, asking, mesh=mesh, axis="data")
-        trained, out = train(one, number, num_processes)
-        chunks = [list(one.export_chunks(trained, table.name)) for table in in_memory]
+        declared = jaxsok.Collection(in_memory, asking, mesh=mesh, axis="data")
+        trained, out = train(declared, number, num_processes)
+        chunks = [list(declared.export_chunks(trained, table.name)) for table in in_memory]
         arrays = jax.tree.leaves([[vars(part) for part in parts] for parts in chunks])
         results.append((out, [np.asarray(array).tobytes() for array in arrays]))
-        assert one.growth.num_grown and any(parts[0].num_rows for parts in chunks if parts)
+        assert declared.growth.num_grown and any(parts[0].num_rows for parts in chunks if parts)
     found["same bits"] = [str(results[0] == results[1])]
     np.savez(pathlib.Path(folder) / f"{number}.npz", **{name: np.array(words) for name, words in found.items()})
 

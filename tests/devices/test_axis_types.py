@@ -85,12 +85,12 @@ def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def exported(collection, state):
+def export_tables(collection, state):
     """Returns all tables by key."""
     return {table.name: programs.by_key(collection, state, table.name) for table in collection.tables}
 
 
-def trained(kind):
+def train(kind):
     """Runs steps in which stores grow, evict and make room for waiting keys; returns all results."""
     collection, seen = collection_of(kind), {}
     state = collection.init(seed=3, salt=0)  # runs are compared to the bit
@@ -148,8 +148,8 @@ def walk(kind, folder, monkeypatch):
     """Runs all public operations in sequence; returns {name: result on the host}."""
     monkeypatch.setattr(store_lib, "MIN_SIGHTINGS", 8)
     with in_context(kind):
-        collection, state, seen = trained(kind)
-        seen["tables"], seen["state"] = exported(collection, state), on_host(jax.tree.leaves(state.stores))
+        collection, state, seen = train(kind)
+        seen["tables"], seen["state"] = export_tables(collection, state), on_host(jax.tree.leaves(state.stores))
         batch = collection.batch(raw_batch(8), pad_to=NUM_SAMPLES + 2)
         seen["mask"] = np.asarray(batch.mask)
 
@@ -182,7 +182,7 @@ def walk(kind, folder, monkeypatch):
             np.testing.assert_array_equal(a, np.asarray(b))
 
         # Files
-        seen |= saved_and_loaded(collection, state, folder)
+        seen |= save_and_load(collection, state, folder)
 
         # Rows by key
         rows = np.linspace(0, 1, 5 * DIM, dtype=np.float32).reshape(5, DIM)
@@ -194,28 +194,28 @@ def walk(kind, folder, monkeypatch):
         state, num_cleared = collection.clear(state, "user")
         state = collection.import_table(state, "user", records)
         seen["by key"] = on_host((counts, num_erased, num_cleared)), evicted.to_dict(), others.to_dict()
-        seen["by key: tables"] = exported(collection, state)
-        seen |= of_layers(collection)
+        seen["by key: tables"] = export_tables(collection, state)
+        seen |= run_layers(collection)
     # Frozen tables are ordinary arrays on one device, which programs in the context of another mesh must not read.
     return seen | {"frozen": on_host(serving.lookup(frozen, {"ad": serving.LookupInput("ad", np.arange(140, 180))}))}
 
 
-def saved_and_loaded(collection, state, folder):
+def save_and_load(collection, state, folder):
     """Saves a full export and a delta; loads both onto the same mesh and into an existing state."""
     pytest.importorskip("pyarrow")
     from jaxsok import checkpoint
 
     checkpoint.export_full(folder / "full", collection, state, clock=100)
     again = checkpoint.load(folder / "full", collection)
-    seen = {"loaded": exported(collection, again)}
+    seen = {"loaded": export_tables(collection, again)}
     again = collection.grow(again)
     embeddings, again, plan = collection.lookup(again, collection.batch(raw_batch(9)).features, clock=100)
     again, _ = collection.update(again, plan, embeddings)
     again = checkpoint.load(folder / "full", collection, state=again, tables=["user", "ad"], clock=200)
-    return seen | {"loaded again": exported(collection, again)}
+    return seen | {"loaded again": export_tables(collection, again)}
 
 
-def of_layers(collection):
+def run_layers(collection):
     """Runs a step of the NNX layer and of the Linen layer."""
     pytest.importorskip("flax")
     from flax import linen as nn
@@ -235,7 +235,7 @@ def of_layers(collection):
             layer.update(gradients)
             return loss
 
-        seen = {"nnx": (np.asarray(step(layer, features)), exported(collection, layer.tables.get_value()))}
+        seen = {"nnx": (np.asarray(step(layer, features)), export_tables(collection, layer.tables.get_value()))}
 
         class Model(nn.Module):
             @nn.compact
@@ -253,4 +253,4 @@ def of_layers(collection):
         (loss, updates), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(taps, variables["tables"])
         tables, _ = linen_layers.apply_updates(updates, gradients)
         (state,) = jax.tree.leaves(tables, is_leaf=lambda node: isinstance(node, jaxsok.State))
-        return seen | {"linen": (np.asarray(loss), exported(collection, state))}
+        return seen | {"linen": (np.asarray(loss), export_tables(collection, state))}

@@ -61,10 +61,10 @@ def test_a_hot_key_with_a_process_for_each_device(tmp_path):
     reported = run("--devices", "2", "--steps", "30", "--every", "10", *more)
     assert "twice: the same digest, and with one process" in reported and "hot key: time of a step" in reported
     runs = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [one["processes"] for one in runs] == [2, 2, 1, 2]
-    assert len({one["digest"] for one in runs}) == 2
-    for one in runs:
-        assert one["step_ms"] > 0 and [len(numbers) for numbers in one["memory"]["end"]] == [4, 4]
+    assert [run["processes"] for run in runs] == [2, 2, 1, 2]
+    assert len({run["digest"] for run in runs}) == 2
+    for result in runs:
+        assert result["step_ms"] > 0 and [len(numbers) for numbers in result["memory"]["end"]] == [4, 4]
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_batches_are_split_over_processes_and_counted(hot):
         for name, values in whole.items():
             got = [part[name] for part in parts]
             if name == "page":
-                np.testing.assert_array_equal(np.concatenate([one.keys for one in got]), values.keys)
-                np.testing.assert_array_equal(np.concatenate([one.lengths for one in got]), values.lengths)
+                np.testing.assert_array_equal(np.concatenate([array.keys for array in got]), values.keys)
+                np.testing.assert_array_equal(np.concatenate([array.lengths for array in got]), values.lengths)
             else:
                 np.testing.assert_array_equal(np.concatenate(got), values)
         keys["user"] |= set(whole["user"].tolist())

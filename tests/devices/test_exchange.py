@@ -38,7 +38,7 @@ def travel(way, dtype, is_replicated=False):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
 
 
-def sent(rows, dtype):
+def send(rows, dtype):
     """Returns rows `[n, DIM]` after the wire; n is at most what all shards send in a round."""
     whole = np.zeros((NUM_SHARDS * NUM_SHARDS * CAPACITY, DIM), np.float32)
     whole[: len(rows)] = rows
@@ -60,7 +60,7 @@ def rows_of_all_sizes():
 def test_rounding_of_the_wire(dtype):
     """The error is at most one rounding, relative to the largest number of the row, whatever its size."""
     rows = rows_of_all_sizes()
-    error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
+    error = np.abs(send(rows, dtype).astype(np.float64) - rows)
     assert (error <= ROUNDING[dtype] * np.abs(rows).max(axis=1, keepdims=True)).all()
 
 
@@ -70,20 +70,20 @@ def test_numbers_near_the_largest_keep_their_own_rounding(dtype):
     rng = np.random.default_rng(1)
     rows = rng.choice([-1, 1], (40, DIM)) * rng.uniform(0.125, 1.0, (40, DIM)) * 2.0 ** rng.integers(-100, 100, (40, 1))
     rows = rows.astype(np.float32)
-    np.testing.assert_array_less(np.abs(sent(rows, dtype) - rows), ROUNDING[dtype] * np.abs(rows) + 1e-45)
+    np.testing.assert_array_less(np.abs(send(rows, dtype) - rows), ROUNDING[dtype] * np.abs(rows) + 1e-45)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_powers_of_two_travel_unharmed(dtype):
     """Scales are powers of two, so numbers without a mantissa lose nothing, zeros included."""
     rows = (2.0 ** np.arange(-60, 60, 3)).astype(np.float32)[:, None] * np.array([1, -1, 0, 0.5, 0.25, 1], np.float32)
-    np.testing.assert_array_equal(sent(rows, dtype), rows)
+    np.testing.assert_array_equal(send(rows, dtype), rows)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_zeros_stay_zeros(dtype):
     """A row of zeros has no largest number to scale by, and stays zero."""
-    assert (sent(np.zeros((5, DIM), np.float32), dtype) == 0).all()
+    assert (send(np.zeros((5, DIM), np.float32), dtype) == 0).all()
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -92,7 +92,7 @@ def test_rows_that_are_not_finite_stay_so(dtype, value):
     """The owner sees that a gradient was infinite or NaN; other rows are unaffected."""
     rows = np.tile(np.array([1, 2, 4, 0.5, 0.25, -1], np.float32), (7, 1))
     rows[3, 2] = value
-    arrived = sent(rows, dtype)
+    arrived = send(rows, dtype)
     assert not np.isfinite(arrived[3, 2])
     others = np.arange(7) != 3
     np.testing.assert_array_equal(arrived[others], rows[others])
@@ -104,7 +104,7 @@ def test_tiny_rows(dtype):
     rows = np.array(
         [[1e-40, 0, -1e-45, 2e-39, 0, 1e-42], [LEAST_NORMAL, -LEAST_NORMAL, 0, 1e-40, 0, 2e-38]], np.float32
     )
-    error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
+    error = np.abs(send(rows, dtype).astype(np.float64) - rows)
     assert (error <= LEAST_NORMAL + ROUNDING[dtype] * np.abs(rows)).all()
 
 
@@ -112,7 +112,7 @@ def test_tiny_rows(dtype):
 def test_huge_rows_stay_finite(dtype):
     """Scales cover the range of float32, except for the last rounding before infinity."""
     rows = np.array([[3e38, -3e38, 1.0, 0, 1e38, 2e38]], np.float32)
-    arrived = sent(rows, dtype).astype(np.float64)
+    arrived = send(rows, dtype).astype(np.float64)
     assert np.isfinite(arrived).all()
     assert (np.abs(arrived - rows) <= ROUNDING[dtype] * 3e38).all()
 
@@ -164,7 +164,7 @@ def collection():
 
 
 @functools.cache
-def planned(one_round):
+def jit_plan(one_round):
     """Returns a jitted plan, with the send capacities or without."""
     sizes = SEND_CAPACITIES if one_round else None
     return jax.jit(lambda features: collection().plan(features, send_capacity=sizes))
@@ -193,7 +193,7 @@ def positions_of(raw, shard, store):
         found = [(0, "user", int(key)) for key in raw["user"][first:last].reshape(-1)]
         found += [(1, "item", int(key)) for key in raw["item"].keys[offsets[first] : offsets[last]]]
     found += [(0, "", oracle.PADDING_KEY)] * (POSITIONS[store] - len(found))
-    return [None if one[2] == oracle.PADDING_KEY else one for one in found]
+    return [None if sent[2] == oracle.PADDING_KEY else sent for sent in found]
 
 
 def owner_of(pair):
@@ -206,13 +206,16 @@ def owner_of(pair):
 
 def by_owner(raw, shard, store, by_hash):
     """Returns a shard's distinct pairs by owner, in order of first occurrence or of hash, and their numbers of uses."""
-    positions = [one for one in positions_of(raw, shard, store) if one is not None]
+    positions = [position for position in positions_of(raw, shard, store) if position is not None]
     distinct = list(dict.fromkeys(positions))
     num_owners = 1 if store == 1 else NUM_SHARDS
-    segments = [[one for one in distinct if owner_of(one) == owner] for owner in range(num_owners)]
+    segments = [[position for position in distinct if owner_of(position) == owner] for owner in range(num_owners)]
     if by_hash:
-        segments = [sorted(part, key=lambda one: int(programs.round_hash([one[2]], one[1])[0])) for part in segments]
-    return segments, {one: positions.count(one) for one in distinct}
+        segments = [
+            sorted(part, key=lambda position: int(programs.round_hash([position[2]], position[1])[0]))
+            for part in segments
+        ]
+    return segments, {position: positions.count(position) for position in distinct}
 
 
 def words_of(pair, num_uses):
@@ -229,11 +232,11 @@ def parts_of(array):
 @given(raw=batches())
 def test_requests(raw):
     """Each distinct key is sent once, by owner and first occurrence, with its uses; each position knows its request."""
-    asked = planned(False)(collection().batch(raw).features).asked
-    for store, one in enumerate(asked):
-        one = one.listed
+    asked = jit_plan(False)(collection().batch(raw).features).asked
+    for store, request in enumerate(asked):
+        request = request.listed
         for shard, (lines, inverse, starts) in enumerate(
-            zip(parts_of(one.lines), parts_of(one.inverse), parts_of(one.starts), strict=True)
+            zip(parts_of(request.lines), parts_of(request.inverse), parts_of(request.starts), strict=True)
         ):
             segments, uses = by_owner(raw, shard, store, by_hash=False)
             flat = [pair for segment in segments for pair in segment]
@@ -249,23 +252,23 @@ def test_requests(raw):
 @given(raw=batches())
 def test_load_slots_and_what_owners_receive(raw, is_listed):
     """The plan's counts show whether the capacity suffices; requests that fit are sent and return to their slots."""
-    asked = planned(not is_listed)(collection().batch(raw).features).asked
-    for store, one in enumerate(asked):
-        capacity = one.send_capacity
-        assert (one.listed is not None) == is_listed
+    asked = jit_plan(not is_listed)(collection().batch(raw).features).asked
+    for store, request in enumerate(asked):
+        capacity = request.send_capacity
+        assert (request.listed is not None) == is_listed
         assert is_listed or capacity == SEND_CAPACITIES[store]
         segments = [by_owner(raw, shard, store, by_hash=False) for shard in range(NUM_SHARDS)]
         counts = np.array([[len(part) for part in parts] for parts, _ in segments])
-        for load in parts_of(one.load):
+        for load in parts_of(request.load):
             assert load.tolist() == [[counts.max(), counts.sum(axis=0).max()]]
-        for shard, slots in enumerate(parts_of(one.slots)):
+        for shard, slots in enumerate(parts_of(request.slots)):
             places = {
                 pair: owner * capacity + i
                 for owner, part in enumerate(segments[shard][0])
                 for i, pair in enumerate(part[:capacity])
             }
             assert slots.tolist() == [places.get(pair, -1) for pair in positions_of(raw, shard, store)]
-        for owner, received in enumerate(parts_of(one.received)):
+        for owner, received in enumerate(parts_of(request.received)):
             for parts, block in zip(segments, received.reshape(NUM_SHARDS, capacity, 4), strict=True):
                 wanted = parts[0][0 if store == 1 else owner][:capacity]
                 assert block[: len(wanted)].tolist() == [words_of(pair, parts[1][pair]) for pair in wanted]
@@ -275,14 +278,14 @@ def test_load_slots_and_what_owners_receive(raw, is_listed):
 @functools.cache
 def ordered_by_hash():
     """Returns a jitted function: a shard's requests by store, in the order in which rounds take their gradients."""
-    one = collection()
+    declared = collection()
 
     def order(features):
-        ordered = [exchange.HashOrder.of(*pair, 1) for pair in zip(one.stores, features.stores, strict=True)]
+        ordered = [exchange.HashOrder.of(*pair, 1) for pair in zip(declared.stores, features.stores, strict=True)]
         return [(order.lines, order.inverse, order.starts, order.hashes) for order in ordered]
 
-    split = one.shards.spec
-    return jax.jit(lambda features: one.shards.run(order, (features,), (split,), split))
+    split = declared.shards.spec
+    return jax.jit(lambda features: declared.shards.run(order, (features,), (split,), split))
 
 
 @given(raw=batches())
@@ -305,19 +308,19 @@ def test_the_order_of_hashes(raw):
 
 def test_a_send_capacity_that_is_too_small_is_counted():
     """Keys that were not sent read their initial rows, learn nothing, and are counted as refused."""
-    one = programs.over(NUM_SHARDS, TABLES[:1], [jaxsok.FeatureSpec("user", "user", combiner=None)])
+    declared = programs.over(NUM_SHARDS, TABLES[:1], [jaxsok.FeatureSpec("user", "user", combiner=None)])
     keys = programs.keys_of_owner(1, 32, "user", NUM_SHARDS)
-    features = programs.batch(one, user=keys)
-    plan = one.plan(features, send_capacity=(3,))
+    features = programs.batch(declared, user=keys)
+    plan = declared.plan(features, send_capacity=(3,))
     assert np.asarray(plan.asked[0].load)[0].tolist() == [8, 32]
-    embeddings, state, plan = one.lookup(one.init(seed=0), plan)
-    state, stats = one.update(state, plan, {"user": np.ones((32, 4), np.float32)})
+    embeddings, state, plan = declared.lookup(declared.init(seed=0), plan)
+    state, stats = declared.update(state, plan, {"user": np.ones((32, 4), np.float32)})
     assert programs.counts(stats) == {**dict.fromkeys(oracle.COUNTS, 0), "num_inserted": 12, "num_refused": 20}
     with pytest.raises(jaxsok.TableFullError, match="20 keys refused"):
         stats.check()
     initial = programs.initial_rows("user", 4, keys)
     np.testing.assert_array_equal(embeddings["user"], initial)
-    rows = programs.rows_of(one, state, "user")
+    rows = programs.rows_of(declared, state, "user")
     assert sorted(rows) == sorted(keys.reshape(4, 8)[:, :3].reshape(-1).tolist())
     for key, row in zip(keys.tolist(), initial, strict=True):
         if key in rows:
@@ -331,15 +334,15 @@ def test_keys_that_were_not_sent_are_part_of_the_hotness(combiner, placement):
     table = jaxsok.TableSpec(
         "user", 4, jaxsok.optim.sgd(1.0), capacity=256, initializer=jaxsok.initializers.zeros(), placement=placement
     )
-    one = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user", combiner=combiner)])
+    declared = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user", combiner=combiner)])
     keys = np.arange(64).reshape(4, 16)
     gradients = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     raw = np.concatenate([keys, np.full((4, 4), -1)], axis=1)
-    plan = one.plan(programs.batch(one, user=raw), send_capacity=(2,))
-    _, state, plan = one.lookup(one.init(seed=0), plan)
-    norm = one.gradient_norm(state, plan, {"user": gradients})
-    state, stats = one.update(state, plan, {"user": gradients})
-    rows = programs.rows_of(one, state, "user")
+    plan = declared.plan(programs.batch(declared, user=raw), send_capacity=(2,))
+    _, state, plan = declared.lookup(declared.init(seed=0), plan)
+    norm = declared.gradient_norm(state, plan, {"user": gradients})
+    state, stats = declared.update(state, plan, {"user": gradients})
+    rows = programs.rows_of(declared, state, "user")
     assert 0 < len(rows) < 64 and programs.total(stats, "num_refused") == 64 - len(rows)
     divisor = 16 if combiner == "mean" else 4
     for key, row in rows.items():
@@ -360,7 +363,7 @@ PLACEMENTS = [jaxsok.SHARDED, jaxsok.REPLICATED, *map(jaxsok.on, range(3))]
 )
 def test_default_send_capacity(placement, num_shards, num_keys):
     """The default has room for evenly spread keys and for a device's largest load on one owner, and little more."""
-    tables = [jaxsok.TableSpec(f"t{i}", 4, SGD, placement=one) for i, one in enumerate(placement)]
+    tables = [jaxsok.TableSpec(f"t{i}", 4, SGD, placement=where) for i, where in enumerate(placement)]
     features = [jaxsok.FeatureSpec(f"t{i}", f"t{i}") for i in range(len(tables))]
     sizes = {f"t{i}": num_keys[i] for i in range(len(tables))}
     # A batch has one number of samples, so each feature gets its own batch.
@@ -498,8 +501,8 @@ def equations_of(jaxpr):
 def test_no_index_without_elements(placement):
     """Inside of a mesh program XLA's compiler (jaxlib 0.11.2) ends the process on one, also if a round has all room."""
     tables = [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=64, placement=placement)]
-    one = programs.over(2, tables, [jaxsok.FeatureSpec("user", "user")])
-    features = programs.batch(one, user=np.arange(8))
-    jaxpr = jax.make_jaxpr(programs.train_step(one))(one.init(seed=0), features).jaxpr
+    declared = programs.over(2, tables, [jaxsok.FeatureSpec("user", "user")])
+    features = programs.batch(declared, user=np.arange(8))
+    jaxpr = jax.make_jaxpr(programs.train_step(declared))(declared.init(seed=0), features).jaxpr
     scatters = [equation for equation in equations_of(jaxpr) if equation.primitive.name.startswith("scatter")]
     assert scatters and all(equation.invars[1].aval.size for equation in scatters)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import programs
 import pytest
-from test_tiers import assert_law, assert_same_bits, assert_same_results, collection_of, raw_batches, trained
+from test_tiers import assert_law, assert_same_bits, assert_same_results, collection_of, raw_batches, run_loop
 
 import jaxsok
 from jaxsok import checkpoint, policies
@@ -16,7 +16,7 @@ ADAM = jaxsok.optim.adam(0.05)
 # Placement -----------------------------------------------------------------------------------------------------------
 
 
-def placed(memory, num_shards):
+def declare_placed(memory, num_shards):
     """Returns tables on one device each, and a sharded table; the first two share a store."""
     options = {"capacity": 24, "memory": memory}
     tables = [
@@ -30,8 +30,8 @@ def placed(memory, num_shards):
 
 @pytest.mark.parametrize(("num_shards", "device_rows"), [(4, 12), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_tables_on_one_device_of_several(num_shards, device_rows):
-    plain, tiered = placed(None, num_shards), placed(jaxsok.HostMemory(device_rows), num_shards)
-    (want, results), (got, others) = (trained(each, raw_batches(each, 6)) for each in (plain, tiered))
+    plain, tiered = declare_placed(None, num_shards), declare_placed(jaxsok.HostMemory(device_rows), num_shards)
+    (want, results), (got, others) = (run_loop(each, raw_batches(each, 6)) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert any(len(store.rows) > 1 for store in got.stores)
@@ -47,7 +47,7 @@ def test_a_device_that_is_not_the_first(number):
     for device_rows in (None, 24):
         collection = collection_of("one table", device_rows)
         with jax.default_device(device):
-            runs.append((collection, *trained(collection, raw_batches(collection, 8))))
+            runs.append((collection, *run_loop(collection, raw_batches(collection, 8))))
     (plain, want, results), (tiered, got, others) = runs
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
@@ -65,7 +65,7 @@ def test_a_state_that_is_not_given_away(num_shards, device_rows):
     """A step leaves a kept state unchanged, to the bit; repeated, it gives the same, and both states train on alone."""
     collection = collection_of("two", device_rows, num_shards)
     raws = raw_batches(collection, 10)
-    state, _ = trained(collection, raws[:6])
+    state, _ = run_loop(collection, raws[:6])
     features = collection.batch(raws[6]).features
     state = collection.grow(state, features)
     before = jax.tree.map(np.array, state)
@@ -85,7 +85,7 @@ def test_a_state_that_is_not_given_away(num_shards, device_rows):
     keys = np.asarray(raws[6]["user"])
     assert (collection.rows_of(first, "user", keys)[0] != collection.rows_of(state, "user", keys)[0]).any()
     # The old state continues, donated from now on; the new one does not change.
-    trained(collection, raws[7:], state=state)
+    run_loop(collection, raws[7:], state=state)
     programs.assert_same_state(after, first)
 
 
@@ -108,7 +108,7 @@ def test_a_long_life_that_ends_without_host_memory(by_doubling, tmp_path):
     """A cache of a third of the rows takes 240 steps with growth and eviction; four devices then hold its rows."""
     plain, tiered = living(None), living(jaxsok.HostMemory(device_rows=64))
     raws = raw_batches(plain, 240, num_keys=150)
-    (want, results), (got, others) = (trained(each, raws) for each in (plain, tiered))
+    (want, results), (got, others) = (run_loop(each, raws) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert got.stores[0].capacity == 192 and tiered.growth.num_grown > 1 and tiered.growth.num_evictions > 10

@@ -21,7 +21,7 @@ NUM_STEPS = 6
 LRU = policies.LeastRecentlyUsed()
 
 
-def of_key(words, columns):
+def row_of_key(words, columns):
     """Computes a row from the low word and the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
 
@@ -47,7 +47,7 @@ CASES = {
     "admission by count": (tables(admission=policies.AdmitByCount(3)), FEATURES),
     "admission by chance": (tables(admission=policies.AdmitByProbability(0.5)), FEATURES),
     "initial rows by XLA": (
-        tables(initializer=jaxsok.initializers.function(of_key, "of_key")),
+        tables(initializer=jaxsok.initializers.function(row_of_key, "of_key")),
         FEATURES,
     ),
     "full": ([jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=16, max_capacity=16)], FEATURES[:1]),
@@ -94,7 +94,7 @@ def step_of(collection):
     return jax.jit(step, donate_argnums=0)
 
 
-def trained(collection, raws, *, grows=True, **options):
+def run_loop(collection, raws, *, grows=True, **options):
     """Runs a loop; returns its state and the results of each step."""
     state, results = collection.init(seed=3, salt=5), []
     for batch, plan in collection.pipeline(raws, **options):
@@ -129,8 +129,8 @@ def test_an_exact_lookup_ahead_changes_no_bit(case, num_shards):
     """Embeddings and counts of every step and the final state have the same bits."""
     collection = collection_of(case, num_shards)
     raws = raw_batches(collection.features)
-    want, results = trained(collection, raws, grows=case != "full")
-    got, ahead = trained(collection, raws, grows=case != "full", lookahead=1)
+    want, results = run_loop(collection, raws, grows=case != "full")
+    got, ahead = run_loop(collection, raws, grows=case != "full", lookahead=1)
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
     assert got.ahead == ()
@@ -144,8 +144,8 @@ def test_rows_leave_at_the_step_at_which_they_would_without_lookups_ahead(num_sh
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
     raws = [{"user": np.arange(NUM_SAMPLES) % 11 + 7 * step} for step in range(24)]
     plain, pipelined = make([spec], FEATURES[:1]), make([spec], FEATURES[:1])
-    want, results = trained(plain, raws)
-    got, ahead = trained(pipelined, raws, lookahead=1)
+    want, results = run_loop(plain, raws)
+    got, ahead = run_loop(pipelined, raws, lookahead=1)
     assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 2
     assert_same_results(results, ahead)
     for _, stats in ahead:
@@ -167,14 +167,14 @@ def test_a_large_store_evicts_at_the_same_steps(num_shards, monkeypatch):
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
     raws = late_batches(rows // 5)
     plain, pipelined, busy = (make([spec], FEATURES[:1]) for _ in range(3))
-    want, results = trained(plain, raws)
-    got, ahead = trained(pipelined, raws, lookahead=1)
+    want, results = run_loop(plain, raws)
+    got, ahead = run_loop(pipelined, raws, lookahead=1)
     assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 2
     assert plain.growth.looks[0] and pipelined.growth.looks[0]  # the rule was used
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
     monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
-    got, ahead = trained(busy, raws, lookahead=1)
+    got, ahead = run_loop(busy, raws, lookahead=1)
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
 
@@ -197,8 +197,8 @@ def test_policies_see_what_they_would_without_lookups_ahead(num_shards, eviction
     rng = np.random.default_rng(5)
     raws = [{"user": rng.integers(0, 14, NUM_SAMPLES) + 4 * step} for step in range(40)]
     plain, pipelined = make([spec], FEATURES[:1]), make([spec], FEATURES[:1])
-    want, results = trained(plain, raws)
-    got, ahead = trained(pipelined, raws, lookahead=1)
+    want, results = run_loop(plain, raws)
+    got, ahead = run_loop(pipelined, raws, lookahead=1)
     assert plain.growth.num_evictions == pipelined.growth.num_evictions >= 1
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
@@ -227,7 +227,7 @@ def test_rows_miss_as_many_updates_as_asked(num_shards, staleness):
     collection = make([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64)], FEATURES[:1])
     rng = np.random.default_rng(1)
     raws = [{"user": rng.integers(0, 12, NUM_SAMPLES)} for _ in range(9)]
-    _, results = trained(collection, raws, staleness=staleness)
+    _, results = run_loop(collection, raws, staleness=staleness)
     every = np.unique(np.concatenate([raw["user"] for raw in raws]))
     initial = programs.initial_rows("user", 2, every, seed=3)
     rows = [dict(zip(every.tolist(), initial, strict=True))]  # after each update
@@ -247,7 +247,7 @@ def test_no_gradient_is_lost_when_rows_leave(staleness):
     spec = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=32, max_capacity=48, eviction=LRU)
     collection = jaxsok.Collection([spec], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + 9 * step} for step in range(30)]
-    state, results = trained(collection, raws, staleness=staleness)
+    state, results = run_loop(collection, raws, staleness=staleness)
     assert collection.growth.num_evictions >= 3 and state.ahead == ()
     for _, stats in results:
         stats.check()
@@ -258,7 +258,7 @@ def test_one_and_several_devices_agree_when_stale():
     """After stale lookups, the tables agree by key."""
     raws = raw_batches(FEATURES)
     reference, collection = collection_of("plain", None), collection_of("plain", 4)
-    states = [trained(tables, raws, staleness=2)[0] for tables in (reference, collection)]
+    states = [run_loop(tables, raws, staleness=2)[0] for tables in (reference, collection)]
     programs.assert_close_tables((reference, collection), states, rtol=1e-5, atol=1e-6)
 
 
@@ -393,8 +393,8 @@ def test_explicit_axes(recwarn):
     """The bits are the same, and JAX does not warn of the arrays that end with the last step."""
     collection = programs.over(4, *CASES["plain"], axis_type=AxisType.Explicit)
     raws = raw_batches(collection.features)
-    want, results = trained(collection, raws)
-    got, ahead = trained(collection, raws, lookahead=1)
+    want, results = run_loop(collection, raws)
+    got, ahead = run_loop(collection, raws, lookahead=1)
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
     assert not [warning for warning in recwarn if "donated" in str(warning.message)]
@@ -405,7 +405,7 @@ def test_steps_in_a_scan(num_shards):
     """After the first step, which fills the state, the steps have one form and can be scanned."""
     collection = collection_of("plain", num_shards)
     raws = raw_batches(collection.features)
-    want, _ = trained(collection, raws, grows=False)
+    want, _ = run_loop(collection, raws, grows=False)
     plans = [plan for _, plan in collection.pipeline(raws, lookahead=1)]
     state, *_ = step_of(collection)(collection.init(seed=3, salt=5), plans[0])
     of_one_form = [plan for plan in plans[1:] if jax.tree.structure(plan) == jax.tree.structure(plans[1])]
@@ -449,7 +449,7 @@ def test_operations_that_need_a_drained_state_say_so(tmp_path):
     for _, plan in handed_out:  # lookups ahead continue by themselves
         state, _, stats = step_of(collection)(state, plan)
         stats.check()
-    want, _ = trained(collection, raws)
+    want, _ = run_loop(collection, raws)
     programs.assert_same_state(want, state, index=False)
 
 
@@ -457,7 +457,7 @@ def test_a_saved_run_goes_on_with_the_same_bits(tmp_path):
     """A run that is drained, saved, restored and continued has the bits of an unbroken run."""
     collection = collection_of("admission by count", None)
     raws = raw_batches(collection.features, num_steps=8)
-    want, results = trained(collection, raws)
+    want, results = run_loop(collection, raws)
     state = collection.init(seed=3, salt=5)
     for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
         state = collection.drain(state) if number == 3 else state
@@ -492,7 +492,7 @@ def test_an_error_of_the_reader_comes_in_its_turn_and_leaves_a_drained_state():
             state, *_ = step_of(collection)(collection.grow(state, batch), plan)
             num_steps += 1
     assert num_steps == 3
-    want, _ = trained(collection, raw_batches(FEATURES)[:3])
+    want, _ = run_loop(collection, raw_batches(FEATURES)[:3])
     programs.assert_same_state(want, state, index=False)
 
 
@@ -562,11 +562,11 @@ def test_requests_that_need_rounds_wait_for_their_turn():
     collection = programs.over(4, specs, features, send_capacity=2)
     raws = raw_batches(features)
     raws[3]["user"] = programs.keys_of_owner(2, NUM_SAMPLES, "user", 4)
-    want, results = trained(collection, raws)
+    want, results = run_loop(collection, raws)
     pipeline = collection.pipeline(raws, lookahead=1)
     num_following = [len(plan.following) for _, plan in pipeline]
     assert num_following[:2] == [1, 1] and num_following[-1] == 0
-    got, ahead = trained(collection, raws, lookahead=1)
+    got, ahead = run_loop(collection, raws, lookahead=1)
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
 

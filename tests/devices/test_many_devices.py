@@ -159,7 +159,7 @@ def raw_batches(shape, num_steps=3):
     return batches
 
 
-def given_gradients(shape, num_steps=3):
+def make_gradients(shape, num_steps=3):
     """Makes gradients of one sign: neither sums nor moments cancel, so relative errors stay relative."""
     rng = np.random.default_rng(100 + shape)
     batches = []
@@ -190,14 +190,14 @@ def train(collection, shape, path):
         inputs = ((batch.features, plan) for batch, plan in collection.pipeline(raw_batches(shape)))
     else:
         inputs = ((batch.features, batch.features) for batch in map(collection.batch, raw_batches(shape)))
-    for (_, asked), gradients in zip(inputs, given_gradients(shape), strict=True):
+    for (_, asked), gradients in zip(inputs, make_gradients(shape), strict=True):
         state, embeddings, stats = programs.fed_step(collection)(state, asked, gradients)
         results.append((jax.device_get(embeddings), jax.device_get(stats)))
     return state, results
 
 
 @functools.cache
-def trained(num_shards, shape, rows="float32", gradients="float32", axis_type=AxisType.Auto, path="rounds"):
+def train_once(num_shards, shape, rows="float32", gradients="float32", axis_type=AxisType.Auto, path="rounds"):
     """Runs `train` once for each case."""
     collection = collection_of(num_shards, shape, rows, gradients, axis_type)
     return collection, *train(collection, shape, path)
@@ -213,8 +213,8 @@ SUM_ROUNDING = 70 * 2.0**-24
 def test_law_2_tables_do_not_depend_on_the_mesh(case):
     """After three steps, rows and optimizer state by key equal one device's, within the rounding of the wire."""
     num_shards, shape, _, gradients, *_ = case
-    collection, state, _ = trained(*case)
-    reference, wanted_state, _ = trained(None, shape)
+    collection, state, _ = train_once(*case)
+    reference, wanted_state, _ = train_once(None, shape)
     # A shard's partial sum is rounded once; an optimizer divides two numbers with that error each. On one
     # shard nothing is sent.
     error = SUM_ROUNDING + (ROUNDING[gradients] if num_shards > 1 else 0.0)
@@ -234,8 +234,8 @@ def test_law_2_tables_do_not_depend_on_the_mesh(case):
 def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
     """Before the first update, embeddings show only the wire's rounding of rows; afterwards that of gradients too."""
     num_shards, shape, rows, gradients, *_ = case
-    collection, _, results = trained(*case)
-    reference, wanted_state, wanted = trained(None, shape)
+    collection, _, results = train_once(*case)
+    reference, wanted_state, wanted = train_once(None, shape)
     lowest = min(programs.by_key(reference, wanted_state, spec.name)["rows"].min() for spec in reference.tables)
     of_gradients = SUM_ROUNDING + (ROUNDING[gradients] if num_shards > 1 else 0.0)
     for step, ((got, _), (want, _)) in enumerate(zip(results, wanted, strict=True)):
@@ -254,8 +254,8 @@ def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
 def test_law_5_counts_do_not_depend_on_the_mesh(case):
     """Found, inserted, padding and rows of every step agree; the number of rounds is as expected."""
     num_shards, shape, *_, path = case
-    collection, _, results = trained(*case)
-    _, _, wanted = trained(None, shape)
+    collection, _, results = train_once(*case)
+    _, _, wanted = train_once(None, shape)
     for (_, stats), (_, want) in zip(results, wanted, strict=True):
         assert stats.to_dict() == want.to_dict()
         rounds = np.asarray(stats.num_rounds)
@@ -271,7 +271,7 @@ def test_law_5_counts_do_not_depend_on_the_mesh(case):
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_3_two_runs_on_a_mesh_give_the_same_bits(case):
     """Embeddings of every step and the whole state agree, except for values that depend on the salts drawn by init."""
-    collection, state, results = trained(*case)
+    collection, state, results = train_once(*case)
     again, other = train(collection, case[1], case[-1])
     programs.assert_same_state(state, again, index=False)
     for (embeddings, stats), (others, counts) in zip(results, other, strict=True):
@@ -285,7 +285,7 @@ def test_law_3_two_runs_on_a_mesh_give_the_same_bits(case):
 @pytest.mark.parametrize("case", [case for case in CASE_PARAMS if case.values[0][0] > 1])
 def test_replicas_stay_equal(case):
     """Every shard of a replicated store holds the same bits in rows, records and counters."""
-    collection, state, _ = trained(*case)
+    collection, state, _ = train_once(*case)
     (number,) = [s for s, store in enumerate(collection.stores) if store.is_replicated]
     for path, parts in programs.replicas(collection, state, number):
         if "index" in path and jax.default_backend() != "cpu":
@@ -318,7 +318,7 @@ def skew_collection(num_shards):
     return programs.over(num_shards, SKEW_TABLES, SKEW_FEATURES, send_capacity=SEND_CAPACITY)
 
 
-def of_lengths(keys, lengths):
+def make_bags(keys, lengths):
     """Makes bags of these lengths from the keys in order, starting over at their end."""
     return jaxsok.Bags(np.resize(programs.as_array(keys), int(np.sum(lengths))), lengths=np.asarray(lengths))
 
@@ -328,7 +328,7 @@ def one_owner(owner, step):
     user = programs.keys_of_owner(owner, 16, "user", NUM_SHARDS, start=step)
     return {
         "user": user,
-        "history": of_lengths(programs.keys_of_owner(owner, 48, "item", NUM_SHARDS, start=step), [3] * 16),
+        "history": make_bags(programs.keys_of_owner(owner, 48, "item", NUM_SHARDS, start=step), [3] * 16),
     }
 
 
@@ -336,19 +336,19 @@ def one_slice(step, start=(5 << 60) + (1 << 33)):
     """Makes consecutive round hashes: only their lowest bits separate the rounds, and owners vary little."""
     hashes = [start + 7 * step + i for i in range(48)]
     user, item = (programs.keys_of_round_hashes(hashes, table) for table in ("user", "item"))
-    return {"user": user[:16], "history": of_lengths(item, [3] * 16)}
+    return {"user": user[:16], "history": make_bags(item, [3] * 16)}
 
 
 def same_high_word(step):
     """Makes keys with one owner and one high word of the round hash, in both tables."""
     hashes = [(9 << 40) + ((step + i) << 12) + 0x801 for i in range(48)]
     user, item = (programs.keys_of_round_hashes(hashes, table) for table in ("user", "item"))
-    return {"user": user[:16], "history": of_lengths(item, [3] * 16)}
+    return {"user": user[:16], "history": make_bags(item, [3] * 16)}
 
 
 def one_key(step):
     """Makes a batch with a single key in all bags of both tables."""
-    return {"user": np.full(16, 77), "history": of_lengths([77], [3] * 16)}
+    return {"user": np.full(16, 77), "history": make_bags([77], [3] * 16)}
 
 
 def empty_on_some(step):
@@ -358,32 +358,32 @@ def empty_on_some(step):
     for device in (0, 3, 7):
         user[2 * device : 2 * device + 2] = -1
         lengths[2 * device : 2 * device + 2] = 0
-    return {"user": user, "history": of_lengths(np.arange(20), lengths)}
+    return {"user": user, "history": make_bags(np.arange(20), lengths)}
 
 
 def empty(step):
     """Makes a batch without keys."""
-    return {"user": np.full(16, -1), "history": of_lengths([0], [0] * 16)}
+    return {"user": np.full(16, -1), "history": make_bags([0], [0] * 16)}
 
 
 def unlike_hotness(step):
     """Makes bags of i keys on device i; those of device 7 are all new."""
     lengths = np.repeat(np.arange(8), 2)
-    return {"user": np.arange(16) + 8 * step, "history": of_lengths(np.arange(40, 500, 3) + step, lengths)}
+    return {"user": np.arange(16) + 8 * step, "history": make_bags(np.arange(40, 500, 3) + step, lengths)}
 
 
 def all_on_one_device(step):
     """Makes a batch whose keys are all on one device."""
     user, lengths = np.full(16, -1), np.zeros(16, int)
     user[10:12], lengths[10:12] = (3, 4), (9, 7)
-    return {"user": user, "history": of_lengths(np.arange(16) * 5 + step, lengths)}
+    return {"user": user, "history": make_bags(np.arange(16) * 5 + step, lengths)}
 
 
 def first_and_last_hashes(step):
     """Makes keys at both ends of the range of hashes, where a bound could wrap around, except the very last hash."""
     hashes = [0, 1, 2, 3, 4, 5, 6, 7, *(2**64 - 2 - i for i in range(8))]
     user, item = (programs.keys_of_round_hashes(hashes, table) for table in ("user", "item"))
-    return {"user": user, "history": of_lengths(item, [3] * 16)}
+    return {"user": user, "history": make_bags(item, [3] * 16)}
 
 
 SKEWS = {
@@ -423,7 +423,7 @@ def skew_step(collection):
 LABEL = np.linspace(-1.0, 1.0, 16).astype(np.float32)
 
 
-def skewed(collection, make, *, is_pipelined=False):
+def train_on_skew(collection, make, *, is_pipelined=False):
     """Trains three steps on a skewed log."""
     raws = [{**make(step), "label": LABEL} for step in range(3)]
     state, results = collection.init(seed=SEED), []
@@ -440,7 +440,7 @@ def skewed(collection, make, *, is_pipelined=False):
 def assert_like_one_device(collection, state, results, make):
     """Compares tables, embeddings, losses and counts of a skewed log with those of one device."""
     reference = skew_collection(None)
-    wanted_state, wanted = skewed(reference, make)
+    wanted_state, wanted = train_on_skew(reference, make)
     # Adam divides the first moment by the root of the second, so it passes on a sum's rounding (48 terms, 3e-6) to a
     # gradient that nearly cancels; a thousandth of a step (0.05) bounds that.
     programs.assert_close_tables((reference, collection), (wanted_state, state), rtol=1e-4, atol=5e-5)
@@ -479,14 +479,14 @@ def rounds_of(requests, send_capacity):
         too_many = [hashes[send_capacity] for hashes in waiting if len(hashes) > send_capacity]
         if not too_many:
             return num_rounds
-        waiting = [[one for one in hashes if one >= min(too_many)] for hashes in waiting]
+        waiting = [[code for code in hashes if code >= min(too_many)] for hashes in waiting]
 
 
 @pytest.mark.parametrize("name", SKEWS)
 def test_skew_in_rounds(name):
     """However keys spread over owners, devices and hashes, Adam on 8 devices is Adam on one; rounds are counted."""
     collection = skew_collection(NUM_SHARDS)
-    state, results = skewed(collection, SKEWS[name])
+    state, results = train_on_skew(collection, SKEWS[name])
     assert_like_one_device(collection, state, results, SKEWS[name])
     for step, (*_, stats) in enumerate(results):
         raw = SKEWS[name](step)
@@ -521,7 +521,7 @@ def test_skew_forces_rounds():
 def test_skew_in_a_pipeline(name):
     """The capacity follows the plan's counts: one round gives the same tables."""
     collection = skew_collection(NUM_SHARDS)
-    state, results = skewed(collection, SKEWS[name], is_pipelined=True)
+    state, results = train_on_skew(collection, SKEWS[name], is_pipelined=True)
     assert_like_one_device(collection, state, results, SKEWS[name])
     assert all(int(stats.num_rounds[0]) == 1 for *_, stats in results)
 
@@ -706,15 +706,15 @@ class Ids:
 def test_row_ids_follow_source_shard_and_first_occurrence(path):
     """Refused keys and row ids do not depend on the path by which keys reach their owners."""
     options = ID_PATHS[path]
-    one = small_tables(options.get("send_capacity"))
-    state, most_rounds = one.init(seed=0), 0
+    declared = small_tables(options.get("send_capacity"))
+    state, most_rounds = declared.init(seed=0), 0
     model = [Ids(store.capacity // 4) for store in state.stores]
     for step in range(3):
         raw = crowd(step)
-        asked = one.batch(raw).features
+        asked = declared.batch(raw).features
         if "plan" in options:
-            asked = one.plan(asked, send_capacity=options["plan"])
-        embeddings, state, plan = programs.lookup(one)(state, asked)
+            asked = declared.plan(asked, send_capacity=options["plan"])
+        embeddings, state, plan = programs.lookup(declared)(state, asked)
         num_refused = 0
         for s, ids in enumerate(model):
             by_owner = arrivals_of(raw, s)
@@ -724,16 +724,16 @@ def test_row_ids_follow_source_shard_and_first_occurrence(path):
             )
         assert num_refused > 0 or step == 0
         for table, ids, store in zip(("user", "item", "ad"), (model[0], model[0], model[1]), (0, 0, 1), strict=True):
-            exported = one.export_table(state, table)
+            exported = declared.export_table(state, table)
             capacity = state.stores[store].capacity // 4
             got = dict(zip(exported["keys"].tolist(), (exported["row_ids"] % capacity).tolist(), strict=True))
             assert got == ids.of(table), (step, table)
         gradients = jax.tree.map(jnp.ones_like, embeddings)
-        state, stats = programs.update(one)(state, plan, gradients)
+        state, stats = programs.update(declared)(state, plan, gradients)
         most_rounds = max(most_rounds, np.asarray(stats.num_rounds).max())
         for table, ids in zip(("user", "item", "ad"), (model[0], model[0], model[1]), strict=True):
             gone = [key for key in list(ids.of(table)) if key % 3 == step]
-            state, num_erased = one.erase(state, table, np.array(gone, np.int64))
+            state, num_erased = declared.erase(state, table, np.array(gone, np.int64))
             assert int(num_erased) == len(gone) > 0
             ids.erase([(table, key) for key in gone])
     assert (most_rounds > 1) == ("rounds" in path)

@@ -31,7 +31,7 @@ SMALL = 3  # a send capacity that takes many rounds
 # Agreement with one device
 
 
-def of_word(words, columns):
+def row_of_word(words, columns):
     """Computes rows in XLA from the low word of the key."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) * 0.25 + columns.astype(jnp.float32)
 
@@ -51,7 +51,7 @@ TABLES = (
         dtype="bfloat16",
         rounding="nearest",
         row_gradient="mean",
-        initializer=jaxsok.initializers.function(of_word, "of_word"),
+        initializer=jaxsok.initializers.function(row_of_word, "of_word"),
     ),
     jaxsok.TableSpec(
         "lifted", 3, LIFTED, capacity=128, row_gradient="sqrt", admission=policies.AdmitByCount(2, unadmitted=0.25)
@@ -98,13 +98,13 @@ def collection(num_shards, exchange="bags", **options):
 
 
 @functools.cache
-def step_of(one):
+def step_of(declared):
     """Returns a jitted lookup, norm and update by given gradients; it gives state, embeddings, norm and statistics."""
 
     def step(state, asked, gradients):
-        embeddings, state, plan = one.lookup(state, asked)
-        norm = one.gradient_norm(state, plan, gradients)
-        state, stats = one.update(state, plan, gradients)
+        embeddings, state, plan = declared.lookup(state, asked)
+        norm = declared.gradient_norm(state, plan, gradients)
+        state, stats = declared.update(state, plan, gradients)
         return state, embeddings, norm, stats
 
     return jax.jit(step, compiler_options=programs.quickly())
@@ -174,33 +174,33 @@ def fixed_training(num_steps=3, seed=0):
     return steps
 
 
-def train(one, training, path="lookup", state=None):
+def train(declared, training, path="lookup", state=None):
     """Trains on a path: "lookup", "plan" with enough capacity, or "pipeline"; returns the state and all results."""
-    state = one.init(seed=SEED, salt=3) if state is None else state
+    state = declared.init(seed=SEED, salt=3) if state is None else state
     if path == "pipeline":
-        asked = [plan for _, plan in one.pipeline([raw for raw, _ in training])]
+        asked = [plan for _, plan in declared.pipeline([raw for raw, _ in training])]
     else:
-        asked = [one.batch(raw).features for raw, _ in training]
+        asked = [declared.batch(raw).features for raw, _ in training]
     results = []
     for features, (_, gradients) in zip(asked, training, strict=True):
         if path == "plan":
-            features = programs_plan(one)(features)
-        state, *out = step_of(one)(state, features, gradients)
+            features = programs_plan(declared)(features)
+        state, *out = step_of(declared)(state, features, gradients)
         results.append(jax.device_get(out))
     return state, results
 
 
 @functools.cache
-def programs_plan(one):
+def programs_plan(declared):
     """Returns a jitted `plan` whose send capacity is the number of keys of a shard."""
-    return jax.jit(lambda features: one.plan(features, send_capacity=[96] * len(one.stores)))
+    return jax.jit(lambda features: declared.plan(features, send_capacity=[96] * len(declared.stores)))
 
 
 # Sums of at most 100 numbers of size 2 in another order; with bfloat16, a number may round the other way.
 TOLERANCE = {"float32": {"rtol": 1e-5, "atol": 2e-5}, "bfloat16": {"rtol": 2.0**-6, "atol": 2.0**-6}}
 
 
-def assert_trained_alike(one, got, other, want):
+def assert_trained_alike(declared, got, other, want):
     """Compares embeddings, norms and statistics of each step, and the stored records by key."""
     for (embeddings, norm, stats), (wanted, wanted_norm, wanted_stats) in zip(got[1], want[1], strict=True):
         counts, wanted_counts = stats.to_dict(), wanted_stats.to_dict()
@@ -211,7 +211,7 @@ def assert_trained_alike(one, got, other, want):
             a, b = (np.asarray(values[name], np.float32) for values in (embeddings, wanted))
             np.testing.assert_allclose(a, b, **TOLERANCE[spec.dtype], err_msg=name)
     for spec in TABLES:
-        a, b = programs.by_key(one, got[0], spec.name), programs.by_key(other, want[0], spec.name)
+        a, b = programs.by_key(declared, got[0], spec.name), programs.by_key(other, want[0], spec.name)
         assert a.keys() == b.keys()
         np.testing.assert_array_equal(a["keys"], b["keys"])
         for column, values in b.items():
@@ -237,22 +237,26 @@ def assert_same_bits(got, want):
 @given(training=trainings())
 def test_as_one_device(num_shards, training):
     """Embeddings, norms, statistics and tables by key agree for any batch."""
-    one, other = collection(num_shards), collection(None)
-    assert_trained_alike(one, train(one, training), other, train(other, training))
+    declared, other = collection(num_shards), collection(None)
+    assert_trained_alike(declared, train(declared, training), other, train(other, training))
 
 
 def test_all_paths_give_the_same_bits():
     """Rounds of any capacity, plans made ahead, the pipeline and a second run, which repeats the norms too, agree."""
-    one, training = collection(4), fixed_training()
-    first = train(one, training)
-    assert_trained_alike(one, first, collection(None), train(collection(None), training))
-    again, planned, ahead = train(one, training), train(one, training, "plan"), train(one, training, "pipeline")
+    declared, training = collection(4), fixed_training()
+    first = train(declared, training)
+    assert_trained_alike(declared, first, collection(None), train(collection(None), training))
+    again, planned, ahead = (
+        train(declared, training),
+        train(declared, training, "plan"),
+        train(declared, training, "pipeline"),
+    )
     in_rounds = train(collection(4, send_capacity=SMALL), training)
     for other in (again, planned, ahead, in_rounds):
         assert_same_bits(other, first)
     assert [norm for _, norm, _ in again[1]] == [norm for _, norm, _ in first[1]]
     for *_, stats in (*planned[1], *ahead[1]):
-        assert np.asarray(stats.num_rounds).tolist() == [1] * len(one.stores)
+        assert np.asarray(stats.num_rounds).tolist() == [1] * len(declared.stores)
     assert max(np.asarray(stats.num_rounds).max() for *_, stats in in_rounds[1]) > 3
 
 
@@ -290,7 +294,7 @@ def arrivals(raw):
     return [[use for use in uses if owner_of(*use[1:]) == owner] for owner in range(NUM_SHARDS)]
 
 
-def crowded(seed, num_keys=60):
+def make_crowded_bags(seed, num_keys=60):
     """Makes bags of four keys with padding in between, too many for the tables."""
     rng = np.random.default_rng(seed)
     keys = [rng.integers(0, num_keys, (NUM_SAMPLES, 4)).astype(np.uint64) for _ in FULL_TABLES]
@@ -325,11 +329,11 @@ def initial_of(raw):
 @pytest.mark.parametrize("path", ["rounds", "few rounds", "plan"])
 def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
     """The same keys get rows over any exchange; a refused key reads its initial row and counts in its bag."""
-    one = full(send_capacity=SMALL) if path == "rounds" else full()
-    raw = crowded(0)
-    asked = one.batch(raw).features
-    asked = one.plan(asked, send_capacity=[24]) if path == "plan" else asked
-    embeddings, state, plan = programs.lookup(one)(one.init(seed=0), asked)
+    declared = full(send_capacity=SMALL) if path == "rounds" else full()
+    raw = make_crowded_bags(0)
+    asked = declared.batch(raw).features
+    asked = declared.plan(asked, send_capacity=[24]) if path == "plan" else asked
+    embeddings, state, plan = programs.lookup(declared)(declared.init(seed=0), asked)
     capacity = state.stores[0].capacity // NUM_SHARDS
     wanted, num_refused = {}, 0
     for uses in arrivals(raw):
@@ -340,30 +344,32 @@ def test_a_full_table_refuses_by_shard_and_first_occurrence(path):
     got = {
         (table, int(key)): int(row_id) % capacity
         for table in raw
-        for key, row_id in zip(*(one.export_table(state, table)[name] for name in ("keys", "row_ids")), strict=True)
+        for key, row_id in zip(
+            *(declared.export_table(state, table)[name] for name in ("keys", "row_ids")), strict=True
+        )
     }
     assert got == wanted
     initial = initial_of(raw)
     for name, values in means_of(raw, lambda _, *pair: initial[pair]).items():
         np.testing.assert_allclose(embeddings[name], values, rtol=1e-5, atol=1e-6)
     gradients = jax.tree.map(jnp.ones_like, embeddings)
-    norm = one.gradient_norm(state, plan, gradients)
-    state, stats = programs.update(one)(state, plan, gradients)
+    norm = declared.gradient_norm(state, plan, gradients)
+    state, stats = programs.update(declared)(state, plan, gradients)
     assert sum(programs.counts(stats, table)["num_refused"] for table in raw) == num_refused
     most_sent = max(sum(use[0] == shard for use in uses) for uses in arrivals(raw) for shard in range(NUM_SHARDS))
     assert np.asarray(stats.num_rounds).item() == (-(-most_sent // SMALL) if path == "rounds" else 1)
-    moved = [initial[pair] - programs.rows_of(one, state, pair[0])[pair[1]] for pair in wanted]
+    moved = [initial[pair] - programs.rows_of(declared, state, pair[0])[pair[1]] for pair in wanted]
     np.testing.assert_allclose(np.linalg.norm(moved), 0.1 * norm, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_find", [False, True])
 def test_a_send_capacity_that_is_too_small(is_find):
     """Uses beyond it add nothing to their bags but count in the divisor and in Stats; the plan reports the load."""
-    one, raw, capacity, state = full(), crowded(1, num_keys=9), 4, full().init(seed=0)
-    whole = one.plan(one.batch(raw).features)
+    declared, raw, capacity, state = full(), make_crowded_bags(1, num_keys=9), 4, full().init(seed=0)
+    whole = declared.plan(declared.batch(raw).features)
     if is_find:
-        _, state, _ = programs.lookup(one)(state, whole)
-    plan = one.plan(one.batch(raw).features, send_capacity=[capacity])
+        _, state, _ = programs.lookup(declared)(state, whole)
+    plan = declared.plan(declared.batch(raw).features, send_capacity=[capacity])
     sent = {}  # (shard, owner) -> uses, of which the first are sent
     for owner, uses in enumerate(arrivals(raw)):
         for use in uses:
@@ -387,10 +393,10 @@ def test_a_send_capacity_that_is_too_small(is_find):
     for table in raw:
         wanted |= means_of({table: raw[table]}, row_of)
     if is_find:
-        embeddings, stats = programs.find(one)(state, plan)
+        embeddings, stats = programs.find(declared)(state, plan)
     else:
-        embeddings, state, plan = programs.lookup(one)(state, plan)
-        state, stats = programs.update(one)(state, plan, embeddings)
+        embeddings, state, plan = programs.lookup(declared)(state, plan)
+        state, stats = programs.update(declared)(state, plan, embeddings)
     for name, values in wanted.items():
         np.testing.assert_allclose(embeddings[name], values, rtol=1e-5, atol=1e-6)
     found = [programs.counts(stats, table) for table in raw]
@@ -430,9 +436,9 @@ def light_batch(seed, num_keys=20):
     }
 
 
-def ones(one, factor=1.0):
+def ones(declared, factor=1.0):
     """Returns equal gradients for all features."""
-    return {spec.name: np.full((NUM_SAMPLES, 4), factor, np.float32) for spec in one.features}
+    return {spec.name: np.full((NUM_SAMPLES, 4), factor, np.float32) for spec in declared.features}
 
 
 def assert_alike(collections, states, rtol=1e-5):
@@ -443,44 +449,50 @@ def assert_alike(collections, states, rtol=1e-5):
 def test_several_plans_in_one_update():
     """One step takes consecutive lookups, in rounds and with a plan made ahead; a third plan is stale."""
     outcomes = []
-    for one in (light(2), light(None)):
-        batches = [one.batch(light_batch(seed)).features for seed in range(3)]
-        _, state, stale = programs.lookup(one)(one.init(seed=1), batches[2])
-        state, num_erased = one.erase(state, "user", np.arange(3))
-        _, state, first = programs.lookup(one)(state, batches[0])
-        ahead = one.plan(batches[1]) if one.shards.num_shards == 1 else one.plan(batches[1], send_capacity=[48])
-        _, state, second = programs.lookup(one)(state, ahead)
-        plans, gradients = [first, stale, second], [ones(one), ones(one, 5.0), ones(one, 2.0)]
+    for declared in (light(2), light(None)):
+        batches = [declared.batch(light_batch(seed)).features for seed in range(3)]
+        _, state, stale = programs.lookup(declared)(declared.init(seed=1), batches[2])
+        state, num_erased = declared.erase(state, "user", np.arange(3))
+        _, state, first = programs.lookup(declared)(state, batches[0])
+        ahead = (
+            declared.plan(batches[1])
+            if declared.shards.num_shards == 1
+            else declared.plan(batches[1], send_capacity=[48])
+        )
+        _, state, second = programs.lookup(declared)(state, ahead)
+        plans, gradients = [first, stale, second], [ones(declared), ones(declared, 5.0), ones(declared, 2.0)]
         gradients[0]["item"][3] = np.inf  # its rows are skipped and counted
-        norm = one.gradient_norm(state, plans, gradients)
-        state, stats = one.update(state, plans, gradients)
-        again, misused = one.update(state, first, ones(one))
-        outcomes.append((one, state, norm, stats, misused))
+        norm = declared.gradient_norm(state, plans, gradients)
+        state, stats = declared.update(state, plans, gradients)
+        again, misused = declared.update(state, first, ones(declared))
+        outcomes.append((declared, state, norm, stats, misused))
         assert int(num_erased) > 0 and int(stats.num_stale) > 10 and int(misused.num_misused_plans) == 1
         for table in ("user", "item"):
-            np.testing.assert_array_equal(*(one.export_table(s, table)["rows"] for s in (again, state)))
-    (one, state, norm, stats, _), (other, wanted, wanted_norm, wanted_stats, _) = outcomes
+            np.testing.assert_array_equal(*(declared.export_table(s, table)["rows"] for s in (again, state)))
+    (declared, state, norm, stats, _), (other, wanted, wanted_norm, wanted_stats, _) = outcomes
     assert stats.to_dict() == wanted_stats.to_dict() and int(stats.num_stale) == int(wanted_stats.num_stale)
     np.testing.assert_allclose(norm, wanted_norm, rtol=1e-5)
-    assert_alike((one, other), (state, wanted))
+    assert_alike((declared, other), (state, wanted))
 
 
 def test_a_scan_of_steps():
     """A scan gives the bits of single steps, with the rounds inside the loop."""
-    one = light(2, send_capacity=SMALL)
-    batches = [one.batch(light_batch(seed)).features for seed in range(3)]
-    gradients = ones(one)
+    declared = light(2, send_capacity=SMALL)
+    batches = [declared.batch(light_batch(seed)).features for seed in range(3)]
+    gradients = ones(declared)
 
     def step(state, features):
-        embeddings, state, plan = one.lookup(state, features)
-        state, stats = one.update(state, plan, gradients)
+        embeddings, state, plan = declared.lookup(state, features)
+        state, stats = declared.update(state, plan, gradients)
         return state, (embeddings, stats.words)
 
     scanned = jax.jit(lambda state, features: jax.lax.scan(step, state, features), compiler_options=programs.quickly())
-    state, (embeddings, _) = scanned(one.init(seed=2, salt=0), jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
-    wanted = one.init(seed=2, salt=0)
+    state, (embeddings, _) = scanned(
+        declared.init(seed=2, salt=0), jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    )
+    wanted = declared.init(seed=2, salt=0)
     for number, features in enumerate(batches):
-        wanted, values, _ = programs.fed_step(one)(wanted, features, gradients)
+        wanted, values, _ = programs.fed_step(declared)(wanted, features, gradients)
         for name in values:
             np.testing.assert_array_equal(embeddings[name][number], values[name])
     programs.assert_same_state(state, wanted, index=False)
@@ -490,15 +502,15 @@ def test_find_changes_nothing():
     """`find` reads trained rows, and the initial row or zeros for absent keys, with a plan and without."""
     raw, unseen = light_batch(0), light_batch(1, num_keys=60)
     results = []
-    for one in (light(2), light(None)):
-        state, _, _ = programs.fed_step(one)(one.init(seed=1), one.batch(raw).features, ones(one))
+    for declared in (light(2), light(None)):
+        state, _, _ = programs.fed_step(declared)(declared.init(seed=1), declared.batch(raw).features, ones(declared))
         before = jax.tree.map(np.asarray, state)
-        features = one.batch(unseen).features
-        results.append(programs.find(one)(state, features))
+        features = declared.batch(unseen).features
+        results.append(programs.find(declared)(state, features))
         programs.assert_same_state(before, state)
-        if one.shards.num_shards > 1:
-            for asked in (one.plan(features), one.plan(features, send_capacity=[48])):
-                found, stats = programs.find(one)(state, asked)
+        if declared.shards.num_shards > 1:
+            for asked in (declared.plan(features), declared.plan(features, send_capacity=[48])):
+                found, stats = programs.find(declared)(state, asked)
                 assert stats.to_dict() == results[0][1].to_dict()
                 for name in found:
                     np.testing.assert_array_equal(found[name], results[0][0][name])
@@ -517,19 +529,19 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_dtypes_of_the_wire(dtype):
     """Each partial sum and each gradient is rounded once, relative to the largest number of its row."""
-    one, other = light(2, rows=dtype, gradients=dtype), light(None)
+    declared, other = light(2, rows=dtype, gradients=dtype), light(None)
     raw = light_batch(0)
     rng = np.random.default_rng(0)
     gradients = {name: rng.uniform(0.5, 1.0, (NUM_SAMPLES, 4)).astype(np.float32) for name in ("user", "item")}
     (state, got, _), (wanted, want, _) = (
-        programs.fed_step(c)(c.init(seed=1), c.batch(raw).features, gradients) for c in (one, other)
+        programs.fed_step(c)(c.init(seed=1), c.batch(raw).features, gradients) for c in (declared, other)
     )
     for name in ("user", "item"):
         error = np.abs(np.asarray(got[name]) - np.asarray(want[name]))
         # Weights are positive, and so are the rows of "user"; those of "item" are below 1, and bags have two.
         bound = ROUNDING[dtype] * (np.abs(want["user"]).max() if name == "user" else 2.0) + 1e-6
         assert error.max() <= bound and (dtype == "float16" or error.max() > 1e-5), name
-        a, b = programs.by_key(one, state, name), programs.by_key(other, wanted, name)
+        a, b = programs.by_key(declared, state, name), programs.by_key(other, wanted, name)
         (squares,) = set(a) - {"keys", "rows"}
         np.testing.assert_allclose(a[squares], b[squares], rtol=2.1 * ROUNDING[dtype] * 2)
         # The first step is at most the rate, 0.1, and a gradient at least half of the largest one of its row.
@@ -539,31 +551,31 @@ def test_dtypes_of_the_wire(dtype):
 @pytest.mark.parametrize("forms", [("bags", "rows"), ("rows", "bags")])
 def test_forms_side_by_side(forms):
     """Tables of different forms do not share a store; both give the results of one device."""
-    one, other = light(2, forms), light(None)
-    assert [store.sends_bags for store in one.stores] == [form == "bags" for form in forms]
-    states = [one.init(seed=1), other.init(seed=1)]
+    declared, other = light(2, forms), light(None)
+    assert [store.sends_bags for store in declared.stores] == [form == "bags" for form in forms]
+    states = [declared.init(seed=1), other.init(seed=1)]
     for seed in range(2):
-        for i, c in enumerate((one, other)):
+        for i, c in enumerate((declared, other)):
             states[i], *_ = programs.fed_step(c)(states[i], c.batch(light_batch(seed)).features, ones(c))
-    assert_alike((one, other), states)
+    assert_alike((declared, other), states)
 
 
 @pytest.mark.parametrize("embedding_dtype", ["float16", "float32"])
 def test_float16_rows_that_xla_computes(embedding_dtype):
     """Rows are read as float32 for sums sent in that dtype; absent keys read their own initial row, or zeros."""
-    initializer = jaxsok.initializers.function(of_word, "of_word")
+    initializer = jaxsok.initializers.function(row_of_word, "of_word")
     options = {"dtype": "float16", "embedding_dtype": embedding_dtype, "initializer": initializer}
     tables = tuple(dataclasses.replace(table, optimizer=SGD, **options) for table in LIGHT_TABLES)
     results = []
     for num_shards in (2, None):
-        one = light(num_shards, tables=tables)
-        found = [programs.find(one)(one.init(seed=1), one.batch(light_batch(0)).features)[0]]
-        found.append(programs.lookup(one)(one.init(seed=1), one.batch(light_batch(0)).features)[0])
+        declared = light(num_shards, tables=tables)
+        found = [programs.find(declared)(declared.init(seed=1), declared.batch(light_batch(0)).features)[0]]
+        found.append(programs.lookup(declared)(declared.init(seed=1), declared.batch(light_batch(0)).features)[0])
         results.append(found)
     for got, want in zip(*results, strict=True):
         for name in want:
             assert got[name].dtype == want[name].dtype == embedding_dtype
-            np.testing.assert_allclose(*(np.asarray(one[name], np.float32) for one in (got, want)), rtol=2.0**-10)
+            np.testing.assert_allclose(*(np.asarray(result[name], np.float32) for result in (got, want)), rtol=2.0**-10)
 
 
 def living(exchange, num_shards=2):
@@ -573,19 +585,19 @@ def living(exchange, num_shards=2):
     return light(num_shards, (exchange, exchange), tables)
 
 
-def train_living(one, num_steps=3):
+def train_living(declared, num_steps=3):
     """Trains on new keys in every step, with growth and eviction between steps."""
-    state = one.init(seed=1)
+    state = declared.init(seed=1)
     for step in range(num_steps):
         raw = light_batch(step, num_keys=15)
         raw["user"] = dataclasses.replace(raw["user"], keys=raw["user"].keys + 10 * step)
         raw["item"] = np.where(raw["item"] < 0, -1, raw["item"] + 10 * step)
-        batch = one.batch(raw)
-        state = one.grow(state, batch)
-        state, _, stats = programs.fed_step(one)(state, batch.features, ones(one))
+        batch = declared.batch(raw)
+        state = declared.grow(state, batch)
+        state, _, stats = programs.fed_step(declared)(state, batch.features, ones(declared))
         stats.check()
         if step == 1:
-            state, _ = one.evict(state, "user", num_rows=10)
+            state, _ = declared.evict(state, "user", num_rows=10)
     return state, stats
 
 
@@ -599,14 +611,16 @@ def test_growth_and_eviction():
 
 def test_a_checkpoint_knows_no_form(tmp_path):
     """A state saved with bags on four shards loads with rows on two and on one device, and trains alike."""
-    one = light(4)
-    state, _, _ = programs.fed_step(one)(one.init(seed=1), one.batch(light_batch(0)).features, ones(one))
-    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(tmp_path / "saved", args=TablesSave(one, state))
-    state, _, _ = programs.fed_step(one)(state, one.batch(light_batch(1)).features, ones(one))
+    declared = light(4)
+    state, _, _ = programs.fed_step(declared)(
+        declared.init(seed=1), declared.batch(light_batch(0)).features, ones(declared)
+    )
+    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(tmp_path / "saved", args=TablesSave(declared, state))
+    state, _, _ = programs.fed_step(declared)(state, declared.batch(light_batch(1)).features, ones(declared))
     for other in (light(2, ("rows", "rows")), light(None)):
         again = checkpoint.TablesCheckpointHandler().restore(tmp_path / "saved", args=TablesRestore(other))
         again, _, _ = programs.fed_step(other)(again, other.batch(light_batch(1)).features, ones(other))
-        assert_alike((other, one), (again, state))
+        assert_alike((other, declared), (again, state))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -618,13 +632,13 @@ def one_bag(form, num_shards, value, weights=None, combiner="sum", hotness=2, **
     table = jaxsok.TableSpec("item", 1, SGD, capacity=16, initializer=jaxsok.initializers.constant(value))
     feature = jaxsok.FeatureSpec("item", "item", combiner=combiner, weighted=weights is not None, exchange=form)
     if num_shards is None:
-        one = jaxsok.Collection([table], [feature])
+        declared = jaxsok.Collection([table], [feature])
     else:
-        one = programs.over(num_shards, [table], [feature], **options)
+        declared = programs.over(num_shards, [table], [feature], **options)
     keys, lengths = np.arange(2 * hotness), np.array([hotness, hotness])
     weights = None if weights is None else np.array([*weights, *weights], np.float32)
     raw = {"item": jaxsok.Bags(keys, lengths=lengths, weights=weights)}
-    return np.asarray(programs.lookup(one)(one.init(seed=0), one.batch(raw).features)[0]["item"])[0, 0]
+    return np.asarray(programs.lookup(declared)(declared.init(seed=0), declared.batch(raw).features)[0]["item"])[0, 0]
 
 
 def test_finite_sums_stay_finite_on_a_narrow_wire():
@@ -646,11 +660,11 @@ def test_with_x64_on():
         results = []
         for is_on in (False, True):
             with jax.enable_x64(is_on):
-                one = light(2, send_capacity=8)
-                state, features = one.init(seed=1, salt=0), one.batch(light_batch(0)).features
-                asked = one.plan(features, send_capacity=[64] * len(one.stores)) if planned else features
-                embeddings, state, plan = one.lookup(state, asked)
-                state, stats = one.update(state, plan, embeddings)
+                declared = light(2, send_capacity=8)
+                state, features = declared.init(seed=1, salt=0), declared.batch(light_batch(0)).features
+                asked = declared.plan(features, send_capacity=[64] * len(declared.stores)) if planned else features
+                embeddings, state, plan = declared.lookup(state, asked)
+                state, stats = declared.update(state, plan, embeddings)
                 assert all(leaf.dtype.itemsize <= 4 for leaf in jax.tree.leaves((state, plan, stats)))
                 results.append([np.asarray(embeddings[name]) for name in sorted(embeddings)])
         np.testing.assert_array_equal(*results)
@@ -663,19 +677,19 @@ def test_with_x64_on():
 def test_a_plan_of_the_other_form():
     """A plan must come from the collection that looks up."""
     for forms in (("bags", "bags"), ("rows", "rows")):
-        one, other = light(2, forms), light(2, ("rows" if forms[0] == "bags" else "bags",) * 2)
+        declared, other = light(2, forms), light(2, ("rows" if forms[0] == "bags" else "bags",) * 2)
         plan = other.plan(other.batch(light_batch(0)).features)
         with pytest.raises(ValueError, match=f'exchange ".*", wanted "{forms[0]}"'):
-            one.lookup(one.init(seed=1), plan)
+            declared.lookup(declared.init(seed=1), plan)
 
 
 def test_more_plans_than_kernels_take():
     """Each plan adds a feature for each shard."""
-    one = light(2)
-    state, features = one.init(seed=1), one.batch(light_batch(0)).features
-    embeddings, state, plan = jax.eval_shape(one.lookup, state, features)
+    declared = light(2)
+    state, features = declared.init(seed=1), declared.batch(light_batch(0)).features
+    embeddings, state, plan = jax.eval_shape(declared.lookup, state, features)
     with pytest.raises(ValueError, match=r"update: plans: got 513 for tables .* wanted at most 512"):
-        jax.eval_shape(one.update, state, [plan] * 513, [embeddings] * 513)
+        jax.eval_shape(declared.update, state, [plan] * 513, [embeddings] * 513)
 
 
 @pytest.mark.parametrize("num_shards", [None, 1, 2])
@@ -685,9 +699,13 @@ def test_without_effect_where_no_rows_travel(num_shards):
     tables = tables if num_shards == 2 else tuple(LIGHT_TABLES)
     results = []
     for form in ("bags", "rows"):
-        one = light(num_shards, (form, form), tables)
-        assert not any(store.sends_bags for store in one.stores)
-        results.append(programs.fed_step(one)(one.init(seed=1, salt=0), one.batch(light_batch(0)).features, ones(one)))
+        declared = light(num_shards, (form, form), tables)
+        assert not any(store.sends_bags for store in declared.stores)
+        results.append(
+            programs.fed_step(declared)(
+                declared.init(seed=1, salt=0), declared.batch(light_batch(0)).features, ones(declared)
+            )
+        )
     programs.assert_same_state(results[0][0], results[1][0], index=False)
     for name, values in results[0][1].items():
         np.testing.assert_array_equal(values, results[1][1][name])

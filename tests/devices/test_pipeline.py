@@ -43,30 +43,30 @@ def even(step):
     }
 
 
-def skewed(step):
+def make_skewed(step):
     """Makes the same batch, but all keys of the sharded table belong to one shard."""
     return {**even(step), "user": programs.keys_of_owner(2, NUM_SAMPLES, "user", NUM_SHARDS, start=1000 * step)}
 
 
-def single_step(one, state, asked):
+def single_step(declared, state, asked):
     """Runs one step on features from outside."""
-    return programs.fed_step(one)(state, asked, GRADIENTS)
+    return programs.fed_step(declared)(state, asked, GRADIENTS)
 
 
 @pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
 def test_results_are_those_of_lookups_without_plans(num_shards):
     """Embeddings, statistics and tables agree, with skew and without; only the rounds may differ."""
-    one = collection(num_shards)
-    raws = [even(0), skewed(1), even(2), even(0)]
-    states = [one.init(seed=3), one.init(seed=3)]
-    for raw, (_, plan) in zip(raws, one.pipeline(raws), strict=True):
-        states[0], got, stats = single_step(one, states[0], plan)
-        states[1], want, want_stats = single_step(one, states[1], one.batch(raw).features)
+    declared = collection(num_shards)
+    raws = [even(0), make_skewed(1), even(2), even(0)]
+    states = [declared.init(seed=3), declared.init(seed=3)]
+    for raw, (_, plan) in zip(raws, declared.pipeline(raws), strict=True):
+        states[0], got, stats = single_step(declared, states[0], plan)
+        states[1], want, want_stats = single_step(declared, states[1], declared.batch(raw).features)
         for name in want:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)
         assert stats.to_dict() == want_stats.to_dict()
         assert np.asarray(stats.num_rounds).tolist() == ([1, 1, 0] if num_shards == NUM_SHARDS else [0, 0, 0])
-    programs.assert_close_tables((one, one), states, rtol=1e-6, atol=1e-7)
+    programs.assert_close_tables((declared, declared), states, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("num_shards", [None, 1])
@@ -99,7 +99,7 @@ def test_capacities_suffice_and_are_few():
 
 def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     """The new plan is counted and has room; a return to even batches needs no new plan."""
-    raws = [even(0), skewed(1), even(2), even(3), even(4)]
+    raws = [even(0), make_skewed(1), even(2), even(3), even(4)]
     pipeline = collection().pipeline(raws)
     seen = []
     for _, plan in pipeline:
@@ -140,9 +140,12 @@ def test_a_reader_may_use_its_arrays_again(num_shards):
 
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
     features = [jaxsok.FeatureSpec("user", "user")]
-    one = jaxsok.Collection([table], features) if num_shards is None else programs.over(num_shards, [table], features)
+    declared = (
+        jaxsok.Collection([table], features) if num_shards is None else programs.over(num_shards, [table], features)
+    )
     read = [
-        (set(np.asarray(b.features.keys("user"))[:, 0]), set(np.asarray(b["label"]))) for b, _ in one.pipeline(raws())
+        (set(np.asarray(b.features.keys("user"))[:, 0]), set(np.asarray(b["label"])))
+        for b, _ in declared.pipeline(raws())
     ]
     assert read == [({i}, {i}) for i in range(12)]
 
@@ -221,11 +224,11 @@ def test_an_empty_log():
 def test_a_short_last_batch_is_padded():
     """`pad_to` reaches every batch, and each mask marks the real samples."""
     short = {"user": np.arange(5), "ad": jaxsok.Bags(np.arange(3), lengths=np.array([0, 1, 0, 2, 0]))}
-    for one in (collection(), collection(None)):
-        batches = list(one.pipeline([even(0), short], pad_to=NUM_SAMPLES))
+    for declared in (collection(), collection(None)):
+        batches = list(declared.pipeline([even(0), short], pad_to=NUM_SAMPLES))
         assert [int(batch.mask.sum()) for batch, _ in batches] == [NUM_SAMPLES, 5]
-        _, state, plan = programs.lookup(one)(one.init(seed=0), batches[1][1])
-        assert one.num_rows(state) == {"user": 5, "ad": 3, "unused": 0}
+        _, state, plan = programs.lookup(declared)(declared.init(seed=0), batches[1][1])
+        assert declared.num_rows(state) == {"user": 5, "ad": 3, "unused": 0}
 
 
 def test_the_labels_come_with_their_batch():
@@ -237,24 +240,24 @@ def test_the_labels_come_with_their_batch():
 def test_growth_reserves_what_a_plan_has_counted():
     """If skewed keys fill one shard, growth learns their number from the plan, and nothing is refused."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
-    one = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user")])
+    declared = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user")])
     keys = programs.keys_of_owner(3, 2 * NUM_SAMPLES, "user", NUM_SHARDS)
     # Every shard asks the same owner for different keys, far more than an even share of the batch.
     raws = [{"user": part} for part in np.split(keys, 2)]
-    state = one.init(seed=0)
-    for _, plan in one.pipeline(raws):
-        assert one.growth.keys_per_step[0] >= NUM_SAMPLES
-        state = one.grow(state)
-        _, state, plan = programs.lookup(one)(state, plan)
-        state, stats = programs.update(one)(state, plan, {"user": jnp.ones((NUM_SAMPLES, 4))})
+    state = declared.init(seed=0)
+    for _, plan in declared.pipeline(raws):
+        assert declared.growth.keys_per_step[0] >= NUM_SAMPLES
+        state = declared.grow(state)
+        _, state, plan = programs.lookup(declared)(state, plan)
+        state, stats = programs.update(declared)(state, plan, {"user": jnp.ones((NUM_SAMPLES, 4))})
         stats.check()
         assert programs.counts(stats) == {**dict.fromkeys(oracle.COUNTS, 0), "num_inserted": NUM_SAMPLES}
-    assert one.num_rows(state) == {"user": 2 * NUM_SAMPLES}
+    assert declared.num_rows(state) == {"user": 2 * NUM_SAMPLES}
 
 
 def test_capacities_in_use_are_kept_by_several_pipelines_apart():
     """Each pipeline chooses its own capacities, so an epoch of another kind does not inherit the last one's."""
-    first, second = collection().pipeline([skewed(0)]), collection().pipeline([even(0)])
+    first, second = collection().pipeline([make_skewed(0)]), collection().pipeline([even(0)])
     for pipeline in (first, second):
         assert len(list(pipeline)) == 1
     assert max(second.send_capacities[0]) < min(first.send_capacities[0])
@@ -262,10 +265,10 @@ def test_capacities_in_use_are_kept_by_several_pipelines_apart():
 
 def test_a_step_compiles_once_for_each_combination_of_capacities():
     """The host chooses the capacities; for one choice, new contents compile nothing."""
-    one = collection()
-    step = jax.jit(one.lookup, donate_argnums=0, compiler_options=programs.quickly())
-    state, combinations = one.init(seed=0), set()
-    for _, plan in one.pipeline([even(0), even(1), skewed(2), even(3)]):
+    declared = collection()
+    step = jax.jit(declared.lookup, donate_argnums=0, compiler_options=programs.quickly())
+    state, combinations = declared.init(seed=0), set()
+    for _, plan in declared.pipeline([even(0), even(1), make_skewed(2), even(3)]):
         combinations.add(tuple(asked and asked.send_capacity for asked in plan.asked))
         _, state, _ = step(state, plan)
     assert step._cache_size() == len(combinations)

@@ -186,7 +186,7 @@ def test_on_is_balanced_by_keys():
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def mixed(num_shards=4):
+def propose_mixed(num_shards=4):
     tables = [
         TableSpec("user", 8, SGD, capacity=4000),
         TableSpec("item", 8, SGD, capacity=1000, placement=on(1)),
@@ -198,7 +198,7 @@ def mixed(num_shards=4):
 
 
 def test_bytes_per_device_by_hand():
-    proposal, _ = mixed()
+    proposal, _ = propose_mixed()
     # SGD of dim 8: 32 bytes + 16 of record + 32 of index; Adam of dim 16: 64 + 128 + 48
     everywhere = 4000 // 4 * 80 + 70 * 80 + 400 // 4 * 240
     assert proposal.bytes_per_device == (everywhere, everywhere + 1000 * 80, everywhere, everywhere)
@@ -217,7 +217,7 @@ def test_rows_in_host_memory_are_counted_apart():
 
 
 def test_allocated_bytes_are_those_of_init():
-    proposal, features = mixed()
+    proposal, features = propose_mixed()
     collection = programs.over(4, proposal.tables, features)
     state = collection.init(seed=0)
     leaves = jax.tree.leaves(state.stores)
@@ -271,7 +271,7 @@ def test_unknown_tables_are_refused():
 # Rows or partial bags ------------------------------------------------------------------------------------------------
 
 
-def of_bags(num_shards=4, hotness=20, **options):
+def propose_bags(num_shards=4, hotness=20, **options):
     """Returns a table whose keys never repeat, in bags of one size, 8 on each device."""
     rng = np.random.default_rng(3)
     sample = {"item": rng.permutation(8 * num_shards * hotness).reshape(-1, hotness)}
@@ -281,7 +281,7 @@ def of_bags(num_shards=4, hotness=20, **options):
 
 def test_bags_are_proposed_where_they_send_less():
     """With 20 distinct keys a bag on 4 devices, a device receives 3/4 of 160 rows, or 3 sums for each of 8 bags."""
-    proposal = of_bags()
+    proposal = propose_bags()
     (line,) = proposal.lines
     assert line.wire_bytes["sharded"] == 3 / 4 * 160 * (16 + 2 * 4 * 8)
     assert line.wire_bytes["bags"] == 3 / 4 * 160 * 16 + 3 * 8 * (2 * 4 * 8)
@@ -291,10 +291,10 @@ def test_bags_are_proposed_where_they_send_less():
 
 
 def test_bags_are_not_proposed_where_they_send_more():
-    proposal = of_bags(hotness=3)
+    proposal = propose_bags(hotness=3)
     assert proposal.lines[0].wire_bytes["bags"] > proposal.lines[0].wire_bytes["sharded"]
     assert [feature.exchange for feature in proposal.features] == ["rows"]
-    assert of_bags(num_shards=1).lines[0].exchange == "rows"
+    assert propose_bags(num_shards=1).lines[0].exchange == "rows"
 
 
 def test_bags_need_a_combiner_in_every_feature_of_the_table():
@@ -317,7 +317,7 @@ def test_declared_bags_stand():
 
 def test_bags_of_a_table_on_one_device():
     """All uses go to one owner, and the exchange is dense."""
-    line = of_bags(overrides={"item": on(1)}).lines[0]
+    line = propose_bags(overrides={"item": on(1)}).lines[0]
     assert line.wire_bytes["bags"] == 3 * 160 * 16 + 3 * 8 * (2 * 4 * 8)
     assert (line.exchange, line.table.placement) == ("bags", on(1))
 
@@ -336,7 +336,7 @@ def test_tables_that_do_not_fit_as_replicas_may_send_bags():
 
 
 def test_it_prints_what_it_chose_and_why():
-    text = str(mixed()[0])
+    text = str(propose_mixed()[0])
     head, *lines, last = text.splitlines()
     assert head.split() == [
         *("table", "rows", "bytes", "keys", "distinct", "sharded", "bags", "on", "one", "replicated", "placement"),
@@ -366,6 +366,6 @@ def test_what_is_proposed_trains_as_one_device_does():
             stats.check()
         return state
 
-    one, many = jaxsok.Collection(tables, features), programs.over(8, proposal.tables, features)
+    single, many = jaxsok.Collection(tables, features), programs.over(8, proposal.tables, features)
     # Gradients are small integers, so their sums are exact in any order.
-    programs.assert_close_tables((one, many), (train(one), train(many)), rtol=1e-6, atol=1e-6)
+    programs.assert_close_tables((single, many), (train(single), train(many)), rtol=1e-6, atol=1e-6)

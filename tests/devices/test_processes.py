@@ -14,7 +14,7 @@ import process_worker
 import programs
 import pytest
 from jax.experimental import multihost_utils
-from waiting import ended, free_port
+from waiting import free_port, wait_for_end
 
 import jaxsok
 from jaxsok import processes as processes_lib
@@ -52,7 +52,7 @@ def start(job, folder, num_processes, num_devices):
 
 def results_of(job, folder, num_processes, num_devices, timeout_s=180):
     """Returns the results that each process wrote."""
-    codes = ended(start(job, folder, num_processes, num_devices), folder, timeout_s=timeout_s)
+    codes = wait_for_end(start(job, folder, num_processes, num_devices), folder, timeout_s=timeout_s)
     assert codes == [0] * num_processes, [(folder / f"{n}.err").read_text()[-1500:] for n in range(num_processes)]
     return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
 
@@ -63,7 +63,7 @@ def together(tmp_path_factory):
     jobs, folder = ("train", "operations", "evict"), tmp_path_factory.mktemp("together")
     for job in jobs:
         (folder / job).mkdir()
-    codes = ended(start(",".join(jobs), folder, 2, 2), folder, timeout_s=180)
+    codes = wait_for_end(start(",".join(jobs), folder, 2, 2), folder, timeout_s=180)
     assert codes == [0, 0], [(folder / f"{n}.err").read_text()[-1500:] for n in range(2)]
     return {job: [dict(np.load(folder / job / f"{number}.npz")) for number in range(2)] for job in jobs}
 
@@ -167,8 +167,8 @@ def test_operations_of_processes_are_those_of_one(together):
     """Records enter the shards that own them, whichever process has the records; reads agree everywhere."""
     results = together["operations"]
     tables, features = process_worker.TABLES, process_worker.FEATURES
-    one = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
-    state, read = process_worker.operate(one)
+    declared = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
+    state, read = process_worker.operate(declared)
     for name, values in read.items():
         for i, want in enumerate(values):
             for result in results:
@@ -176,7 +176,7 @@ def test_operations_of_processes_are_those_of_one(together):
     assert read["user"][3].sum() >= 78 and read["num_erased"][0] > 700
     for table in tables:
         names = [state.name for state in table.optimizer.state_specs(table.dim)]
-        got, want = union(results, table, ["keys", "rows", *names]), one.export_table(state, table.name)
+        got, want = union(results, table, ["keys", "rows", *names]), declared.export_table(state, table.name)
         assert set(got["keys"].tolist()) == set(want["keys"].tolist())
         order, ordered = np.argsort(got["keys"]), np.argsort(want["keys"])
         np.testing.assert_array_equal(got["rows"][order], want["rows"][ordered])
@@ -193,17 +193,17 @@ def test_eviction_in_several_processes(together):
     """Rows leave as in one process; each process receives those of its own shards, and replicated ones come once."""
     processes = together["evict"]
     collection = process_worker.evicting(programs.mesh(4))
-    state, gone, handed = process_worker.evicted(collection)
+    state, gone, handed = process_worker.evict_by_name(collection)
     assert all(handed.values())
     for table in collection.tables:
         want = programs.by_key(collection, state, table.name)
         got = union(processes, table, ("keys", "rows"))
         for column, values in got.items():
             np.testing.assert_array_equal(values, want[column], err_msg=table.name)
-        parts = np.concatenate([one[f"handed.{table.name}"] for one in processes]).tolist()
+        parts = np.concatenate([process[f"handed.{table.name}"] for process in processes]).tolist()
         assert sorted(parts) == sorted(handed[table.name])
-    for one in processes:
-        np.testing.assert_array_equal(one["gone"], gone.num_evicted)
+    for worker in processes:
+        np.testing.assert_array_equal(worker["gone"], gone.num_evicted)
 
 
 def test_refusals_in_all_processes(tmp_path):

@@ -88,7 +88,7 @@ class Episode:
             aimed = programs.keys_of_owner(int(rng.integers(NUM_SHARDS)), NUM_KEYS // 4, table.name, NUM_SHARDS)
             rest = rng.integers(0, 2**63, NUM_KEYS - len(aimed)).astype(np.uint64)
             self.keys[table.name] = (np.concatenate([aimed, rest]), len(aimed))
-        self.oracle = self.made_oracle()
+        self.oracle = self.make_oracle()
         self.waiting = []
         self.num_steps = self.num_rounds = self.num_erased = 0
 
@@ -97,7 +97,7 @@ class Episode:
         kind = self.rng.integers(3)
         return (jaxsok.SHARDED, jaxsok.REPLICATED, jaxsok.on(int(self.rng.integers(NUM_SHARDS))))[kind]
 
-    def made_oracle(self):
+    def make_oracle(self):
         """Returns an oracle with a store for each table: pooling is invisible as long as nothing is refused."""
         stores, features = [], []
         for table in TABLES:
@@ -157,9 +157,9 @@ class Episode:
             asked = (plan for _, plan in self.collection.pipeline(raw for raw, _, _ in batches))
         else:
             asked = (self.collection.batch(raw).features for raw, _, _ in batches)
-        for one, (_, plain, gradients) in zip(asked, batches, strict=True):
+        for request, (_, plain, gradients) in zip(asked, batches, strict=True):
             self.state = self.collection.grow(self.state)
-            self.state, embeddings, stats = self.step(self.state, one, gradients)
+            self.state, embeddings, stats = self.step(self.state, request, gradients)
             want, plan = self.oracle.lookup(plain)
             self.oracle.update([plan], [gradients])
             self.waiting.append((embeddings, stats, want, plan.counts))

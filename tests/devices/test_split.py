@@ -46,9 +46,9 @@ def raw_batch(num_samples, seed=0):
     }
 
 
-def embeddings_of(one, features):
+def embeddings_of(declared, features):
     """Returns the embeddings that `find` reads from a fresh state: a function of the keys alone."""
-    embeddings, stats = programs.find(one)(one.init(seed=5), features)
+    embeddings, stats = programs.find(declared)(declared.init(seed=5), features)
     return jax.device_get(embeddings), stats.to_dict()
 
 
@@ -103,9 +103,9 @@ def test_one_program_serves_all_lengths():
 
 def test_a_ragged_batch_without_declared_size_takes_the_next_power_of_two():
     """The longest part sets the size for all."""
-    one = collection(features=(jaxsok.FeatureSpec("history", "user"),))
+    declared = collection(features=(jaxsok.FeatureSpec("history", "user"),))
     lengths = np.array([0, 1, 2, 3, 0, 0, 1, 0])
-    features = programs.batch(one, history=jaxsok.Bags(np.arange(7), lengths=lengths))
+    features = programs.batch(declared, history=jaxsok.Bags(np.arange(7), lengths=lengths))
     assert features.stores[0].keys.shape == (NUM_SHARDS * 8, 2)  # 5 keys on the second shard
 
 
@@ -116,11 +116,11 @@ def test_a_ragged_batch_without_declared_size_takes_the_next_power_of_two():
 @pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
 def test_padded_samples_are_masked_and_read_zeros(num_shards):
     """Real samples read the same as without padding; padded samples read zeros, have no keys, and are masked."""
-    one, raw = collection(num_shards), raw_batch(5)
-    batch = one.batch({**raw, "label": np.arange(1, 6, dtype=np.float32)}, pad_to=NUM_SAMPLES)
+    declared, raw = collection(num_shards), raw_batch(5)
+    batch = declared.batch({**raw, "label": np.arange(1, 6, dtype=np.float32)}, pad_to=NUM_SAMPLES)
     assert np.asarray(batch.mask).tolist() == [True] * 5 + [False] * 3
     assert np.asarray(batch["label"]).tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
-    got, counts = embeddings_of(one, batch.features)
+    got, counts = embeddings_of(declared, batch.features)
     want, want_counts = embeddings_of(collection(None), programs.batch(collection(None), **raw))
     assert_same_embeddings({name: value[:5] for name, value in got.items()}, want)
     assert all((value[5:] == 0).all() for value in got.values())
@@ -132,12 +132,12 @@ def test_padded_samples_are_masked_and_read_zeros(num_shards):
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_any_number_of_samples_is_padded_to_the_shards(num_shards):
     """With `pad_to="auto"`, `batch` and the pipeline pad to the next multiple."""
-    one, shards = collection(num_shards), num_shards or 1
+    declared, shards = collection(num_shards), num_shards or 1
     for num_samples in (0, 1, NUM_SHARDS, NUM_SHARDS + 1, 2 * NUM_SHARDS):
         raw, pad_to = raw_batch(num_samples), max(shards, -(-num_samples // shards) * shards)
-        want = one.batch(raw, pad_to=pad_to)
-        (of_pipeline, _), *_ = one.pipeline([raw], pad_to="auto")
-        for got in (one.batch(raw, pad_to="auto"), of_pipeline):
+        want = declared.batch(raw, pad_to=pad_to)
+        (of_pipeline, _), *_ = declared.pipeline([raw], pad_to="auto")
+        for got in (declared.batch(raw, pad_to="auto"), of_pipeline):
             assert jax.tree.structure(got) == jax.tree.structure(want)
             assert [int(got.mask.sum()), got.mask.shape[0]] == [num_samples, pad_to]
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -149,18 +149,18 @@ def test_a_full_batch_needs_no_padding():
     full, short, empty = (collection().batch(raw_batch(n), pad_to=NUM_SAMPLES) for n in (NUM_SAMPLES, 5, 0))
     assert [int(batch.mask.sum()) for batch in (full, short, empty)] == [NUM_SAMPLES, 5, 0]
     for batch in (short, empty):
-        shapes = [[leaf.shape for leaf in jax.tree.leaves(one)] for one in (full.features, batch.features)]
+        shapes = [[leaf.shape for leaf in jax.tree.leaves(features)] for features in (full.features, batch.features)]
         assert shapes[0] == shapes[1]
 
 
 def test_padded_samples_teach_nothing():
     """A mean loss over real samples moves the tables as the real samples alone do."""
     raw, states = raw_batch(5), []
-    for one, pad_to in ((collection(), NUM_SAMPLES), (collection(None), None)):
-        features = one.batch(raw, pad_to=pad_to).features
+    for declared, pad_to in ((collection(), NUM_SAMPLES), (collection(None), None)):
+        features = declared.batch(raw, pad_to=pad_to).features
         num_samples = pad_to or 5
         gradients = {spec.name: np.full((num_samples, 4), 0.5, np.float32) for spec in FEATURES}
-        state, _, stats = programs.fed_step(one)(one.init(seed=0), features, gradients)
+        state, _, stats = programs.fed_step(declared)(declared.init(seed=0), features, gradients)
         stats.check()
         states.append(state)
     programs.assert_close_tables((collection(), collection(None)), states, rtol=1e-6, atol=1e-6)
@@ -171,9 +171,9 @@ def test_offsets_are_padded_as_lengths_are():
     features = (jaxsok.FeatureSpec("history", "user", max_keys=32),)
     keys, lengths = np.arange(4), np.array([1, 0, 3])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    one = collection(features=features)
+    declared = collection(features=features)
     packed = [
-        one.batch({"history": jaxsok.Bags(keys, **{name: value})}, pad_to=NUM_SAMPLES).features
+        declared.batch({"history": jaxsok.Bags(keys, **{name: value})}, pad_to=NUM_SAMPLES).features
         for name, value in (("lengths", lengths), ("offsets", offsets))
     ]
     for a, b in zip(*map(jax.tree.leaves, packed), strict=True):
@@ -198,13 +198,18 @@ def on_device(sharding=None):
 @pytest.mark.parametrize("kind", ["split", "one device", "repeated", "mixed"])
 def test_device_arrays_are_packed_where_they_are(kind):
     """Arrays on the collection's axis, on one device, on all of them, or mixed with NumPy give the same samples."""
-    one = collection(features=RECTANGLES)
-    shardings = {"split": one.shards.split, "one device": None, "repeated": one.shards.same, "mixed": one.shards.split}
+    declared = collection(features=RECTANGLES)
+    shardings = {
+        "split": declared.shards.split,
+        "one device": None,
+        "repeated": declared.shards.same,
+        "mixed": declared.shards.split,
+    }
     raw, plain = on_device(shardings[kind])
     if kind == "mixed":
         raw["user"] = plain["user"]
-    features = one.batch(raw).features
-    got, _ = embeddings_of(one, features)
+    features = declared.batch(raw).features
+    got, _ = embeddings_of(declared, features)
     want, _ = embeddings_of(collection(None, RECTANGLES), programs.batch(collection(None, RECTANGLES), **plain))
     assert_same_embeddings(got, want)
     for leaf in jax.tree.leaves(features):
@@ -214,16 +219,16 @@ def test_device_arrays_are_packed_where_they_are(kind):
 
 def test_device_arrays_under_jit():
     """Packing runs in the step, so keys never reach the host."""
-    one = collection(features=RECTANGLES)
-    raw, plain = on_device(one.shards.split)
-    state = one.init(seed=5)
+    declared = collection(features=RECTANGLES)
+    raw, plain = on_device(declared.shards.split)
+    state = declared.init(seed=5)
     found = jax.jit(
-        lambda state, user, keys, weights: one.find(
-            state, one.batch({"user": user, "basket": jaxsok.Bags(keys, weights=weights)}).features
+        lambda state, user, keys, weights: declared.find(
+            state, declared.batch({"user": user, "basket": jaxsok.Bags(keys, weights=weights)}).features
         )
     )
     got, _ = found(state, raw["user"], raw["basket"].keys, raw["basket"].weights)
-    want, _ = embeddings_of(one, programs.batch(one, **plain))
+    want, _ = embeddings_of(declared, programs.batch(declared, **plain))
     assert_same_embeddings(jax.device_get(got), want)
 
 
@@ -231,11 +236,11 @@ def test_device_arrays_on_another_axis_are_refused():
     """Moving them would be a hidden collective."""
     programs.mesh(4)  # skips where there are fewer devices
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    one = jaxsok.Collection(TABLES, FEATURES[:1], mesh=mesh, axis="data")
+    declared = jaxsok.Collection(TABLES, FEATURES[:1], mesh=mesh, axis="data")
     keys = jax.device_put(programs.words(np.arange(NUM_SAMPLES)), NamedSharding(mesh, P("model")))
     with pytest.raises(ValueError, match=r"batch: feature \"user\": keys: got samples split over axis \['model'\]"):
-        one.batch({"user": keys})
-    one.batch({"user": jax.device_put(keys, NamedSharding(mesh, P("data")))})
+        declared.batch({"user": keys})
+    declared.batch({"user": jax.device_put(keys, NamedSharding(mesh, P("data")))})
 
 
 def test_no_samples_are_refused():

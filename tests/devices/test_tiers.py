@@ -23,7 +23,7 @@ CACHES = (0, 1, 24, 1 << 16)  # rows: none, one of a shard, some of a step's row
 LRU = policies.LeastRecentlyUsed()
 
 
-def of_key(words, columns):
+def row_of_key(words, columns):
     """Computes a row in XLA from the low word and the column."""
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) / 8 + columns.astype(jnp.float32)
 
@@ -57,7 +57,11 @@ SPECS = {
     ],
     "rows by XLA": [
         jaxsok.TableSpec(
-            "user", 4, jaxsok.optim.adam(0.05), capacity=64, initializer=jaxsok.initializers.function(of_key, "of_key")
+            "user",
+            4,
+            jaxsok.optim.adam(0.05),
+            capacity=64,
+            initializer=jaxsok.initializers.function(row_of_key, "of_key"),
         ),
         jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.05), capacity=64, admission=policies.AdmitByCount(2)),
     ],
@@ -124,7 +128,7 @@ def step_of(collection):
     return jax.jit(step, donate_argnums=0, compiler_options=programs.quickly())
 
 
-def trained(collection, raws, between=lambda number, state: state, state=None, **options):
+def run_loop(collection, raws, between=lambda number, state: state, state=None, **options):
     """Runs a loop from the given state or from the beginning; returns its state and the results of each step."""
     if state is None:
         # Counts learned from batches of other tests must not decide when it grows.
@@ -186,7 +190,7 @@ ALL_CACHES = [("one table", device_rows) for device_rows in CACHES]
 def on_device(name, num_shards=None, exchange="rows", num_steps=NUM_STEPS):
     """Runs the training on the device that the others are compared with."""
     plain = collection_of(name, None, num_shards, exchange)
-    return plain, *trained(plain, raw_batches(plain, num_steps))
+    return plain, *run_loop(plain, raw_batches(plain, num_steps))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,7 @@ def on_device(name, num_shards=None, exchange="rows", num_steps=NUM_STEPS):
 def test_a_tiered_table_is_the_same_table(name, device_rows):
     """The bits agree with new keys, growth, several tables, optimizers and dtypes, single keys and weighted bags."""
     (plain, want, results), tiered = on_device(name), collection_of(name, device_rows)
-    got, others = trained(tiered, raw_batches(tiered))
+    got, others = run_loop(tiered, raw_batches(tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     assert all(len(store.records) > 1 for store in got.stores)
@@ -234,7 +238,7 @@ def test_another_cache_at_each_step(device_rows):
             state = dataclasses.replace(state, stores=tuple(tiers.flush_cache(store) for store in state.stores))
         return state
 
-    got, others = trained(tiered, raw_batches(tiered), between)
+    got, others = run_loop(tiered, raw_batches(tiered), between)
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     clocks = [int(store.tier[0].counters[0]) for store in got.stores]
@@ -244,7 +248,7 @@ def test_another_cache_at_each_step(device_rows):
 def test_the_cache_is_used():
     """With room for all rows, a row crosses the link only once."""
     tiered = collection_of("one table", 1 << 16)
-    state, _ = trained(tiered, raw_batches(tiered))
+    state, _ = run_loop(tiered, raw_batches(tiered))
     counters = dict(zip(TIER_COUNTERS, np.asarray(state.stores[0].tier[0].counters), strict=True))
     assert counters["num_hits"] > 0 and counters["num_fetched"] == counters["num_written"] == 0
 
@@ -264,11 +268,11 @@ def test_rows_leave_by_policy(name, device_rows):
     def run(collection):
         handed = []
         raws = [{"user": raw["user"], "user_bag": raw["user_bag"]} for raw in raw_batches(collection, num_keys=20)]
-        state, results = trained(collection, raws)
+        state, results = run_loop(collection, raws)
         evicted = functools.partial(collection.evict, hand_over=lambda table, records: handed.append((table, records)))
         has_score = EVICTIONS[name].has_score
         state, gone = evicted(state, num_rows=30) if has_score else evicted(state, clock=NUM_STEPS + 1)
-        state, more = trained(collection, raws[-4:], state=state)
+        state, more = run_loop(collection, raws[-4:], state=state)
         return state, results + more, handed, gone.to_dict()
 
     plain, tiered = collection_of(name), collection_of(name, device_rows)
@@ -288,7 +292,7 @@ def test_other_operations(device_rows):
 
     def run(collection):
         raws = raw_batches(collection, num_steps=8)
-        state, results = trained(collection, raws[:4])
+        state, results = run_loop(collection, raws[:4])
         found, counts = collection.find(state, collection.batch(raws[5]).features)
         state, num_erased = collection.erase(state, "user", np.arange(10, 25))
         rows = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -296,7 +300,7 @@ def test_other_operations(device_rows):
         state, num_cleared = collection.clear(state, "item")
         half = Records(np.arange(40, 60, dtype=np.uint64), np.ones((20, 5), jnp.bfloat16))
         state = collection.import_table(state, "half", [half])
-        state, more = trained(collection, raws[4:], state=state)
+        state, more = run_loop(collection, raws[4:], state=state)
         return state, results + more, (found, counts, num_erased, num_assigned, num_cleared)
 
     plain, tiered = collection_of("stores"), collection_of("stores", device_rows)
@@ -312,13 +316,13 @@ def test_a_stale_plan_brings_nothing(device_rows):
 
     def run(collection):
         raws = raw_batches(collection, num_steps=3)
-        state, _ = trained(collection, raws[:1])
+        state, _ = run_loop(collection, raws[:1])
         embeddings, state, plan = programs.lookup(collection)(state, collection.batch(raws[0]).features)
         state, num_erased = collection.erase(state, "user", np.arange(30))
         assert num_erased > 10
         state, stats = programs.update(collection)(state, plan, embeddings)
         assert stats.num_stale.sum() > 0
-        return trained(collection, raws[1:], state=state)
+        return run_loop(collection, raws[1:], state=state)
 
     plain, tiered = collection_of("one table"), collection_of("one table", device_rows)
     (want, results), (got, others) = run(plain), run(tiered)
@@ -333,7 +337,7 @@ def test_a_stale_plan_brings_nothing(device_rows):
 def test_lookups_ahead(device_rows, kind):
     """Rows that a lookup in flight found may leave the cache before they are read."""
     plain, tiered = collection_of("two"), collection_of("two", device_rows)
-    (want, results), (got, others) = (trained(each, raw_batches(each, 8), **{kind: 1}) for each in (plain, tiered))
+    (want, results), (got, others) = (run_loop(each, raw_batches(each, 8), **{kind: 1}) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
 
@@ -342,7 +346,7 @@ def test_lookups_ahead(device_rows, kind):
 def test_rows_brought_ahead(num_shards, device_rows):
     """With a cache of one batch, rows of the next batch are read, and others written, while a step runs."""
     plain, tiered = (collection_of("two that need not grow", rows, num_shards) for rows in (None, device_rows))
-    (want, results), (got, others) = (trained(each, 2 * raw_batches(each), lookahead=1) for each in (plain, tiered))
+    (want, results), (got, others) = (run_loop(each, 2 * raw_batches(each), lookahead=1) for each in (plain, tiered))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
     fetched, ahead = (
@@ -393,7 +397,7 @@ def test_shards(num_shards, device_rows, exchange):
     """Each shard has a cache of its own; rows or partial bags are sent."""
     plain, want, results = on_device("two", num_shards, exchange, 8)
     tiered = collection_of("two", device_rows, num_shards, exchange)
-    got, others = trained(tiered, raw_batches(tiered, 8))
+    got, others = run_loop(tiered, raw_batches(tiered, 8))
     assert_same_results(results, others)
     assert_law(plain, want, tiered, got)
 
@@ -403,9 +407,9 @@ def test_rounds_and_evictions_on_shards(num_shards):
     """Requests in several rounds bring their rows in each round; then rows leave by a score of their values."""
     plain = collection_of("small norm", None, num_shards, send_capacity=2)
     tiered = collection_of("small norm", 24, num_shards, send_capacity=2)
-    (want, results), (got, others) = (trained(each, raw_batches(each, 8, num_keys=16)) for each in (plain, tiered))
+    (want, results), (got, others) = (run_loop(each, raw_batches(each, 8, num_keys=16)) for each in (plain, tiered))
     assert_same_results(results, others)
-    (want, gone), (got, gone_too) = (one.evict(state) for one, state in ((plain, want), (tiered, got)))
+    (want, gone), (got, gone_too) = (collection.evict(state) for collection, state in ((plain, want), (tiered, got)))
     assert gone.to_dict() == gone_too.to_dict() and 0 < gone.to_dict()["user"]
     assert_law(plain, want, tiered, got)
 
@@ -420,11 +424,11 @@ def test_a_checkpoint_does_not_depend_on_memory(tmp_path, saved_rows, restored_r
     """A tiered table is saved and restored like a plain one, and the reverse; the run continues with the same bits."""
     saved, restored = collection_of("stores", saved_rows), collection_of("stores", restored_rows)
     raws = raw_batches(saved)
-    state, _ = trained(saved, raws[:6])
+    state, _ = run_loop(saved, raws[:6])
     checkpoint.export_full(tmp_path / "full", saved, state)
-    state, _ = trained(saved, raws[6:8], state=state)
+    state, _ = run_loop(saved, raws[6:8], state=state)
     other = checkpoint.load(tmp_path / "full", restored)
-    other, _ = trained(restored, raws[6:8], state=other)
+    other, _ = run_loop(restored, raws[6:8], state=other)
     for spec in saved.tables:
         columns, others = (programs.by_key(*pair, spec.name) for pair in ((saved, state), (restored, other)))
         jax.tree.map(assert_same_bits, columns, others)
@@ -436,13 +440,13 @@ def test_files_of_tiered_tables_are_those_of_plain_ones(tmp_path, num_shards):
     folders = []
     for device_rows in (None, 24):
         collection = collection_of("stores", device_rows, num_shards)
-        state, _ = trained(collection, raw_batches(collection, 6))
+        state, _ = run_loop(collection, raw_batches(collection, 6))
         folders.append(tmp_path / str(device_rows))
         checkpoint.export_full(folders[-1], collection, state)
     first, second = (sorted(folder.rglob("*.arrow")) for folder in folders)
     assert len(first) == len(second) == len(SPECS["stores"])
-    for one, other in zip(first, second, strict=True):
-        assert one.name == other.name and one.read_bytes() == other.read_bytes(), one.name
+    for leaf, other in zip(first, second, strict=True):
+        assert leaf.name == other.name and leaf.read_bytes() == other.read_bytes(), leaf.name
 
 
 def test_deltas(tmp_path):
@@ -452,10 +456,10 @@ def test_deltas(tmp_path):
     few = {"user": np.arange(NUM_SAMPLES) % 3, "user_bag": raws[0]["user_bag"]}
     for first, second in ((tiered, plain), (plain, tiered)):
         folders = [tmp_path / f"{name} of {first.stores[0].memory}" for name in ("full", "few", "most")]
-        state, _ = trained(first, raws)
+        state, _ = run_loop(first, raws)
         checkpoint.export_full(folders[0], first, state)
         for before, folder, more in zip(folders, folders[1:], ([few], raws), strict=False):
-            state, _ = trained(first, more, state=state)
+            state, _ = run_loop(first, more, state=state)
             checkpoint.export_delta(folder, first, state, before)
         other = checkpoint.load(folders[-1], second)
         columns, others = (programs.by_key(*pair, "user") for pair in ((first, state), (second, other)))
@@ -466,11 +470,12 @@ def test_deltas(tmp_path):
 def test_chunks(device_rows):
     """Chunks have any size, with optimizer state or without, and may hold only rows used since a step."""
     (plain, want, _), tiered = on_device("statistics"), collection_of("statistics", device_rows)
-    got, _ = trained(tiered, raw_batches(tiered))
+    got, _ = run_loop(tiered, raw_batches(tiered))
     before = jax.tree.map(np.asarray, got)
     for options in ({"chunk_rows": 7}, {"with_state": False}, {"since": 15, "chunk_rows": 10}):
         chunks, others = (
-            list(one.export_chunks(state, "user", **options)) for one, state in ((plain, want), (tiered, got))
+            list(collection.export_chunks(state, "user", **options))
+            for collection, state in ((plain, want), (tiered, got))
         )
         assert len(chunks) == len(others) >= 1
         for chunk, other in zip(chunks, others, strict=True):

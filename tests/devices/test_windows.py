@@ -144,15 +144,15 @@ def test_windows_of_the_same_devices_are_shared():
     """They belong to the process, and only grow."""
     shards = MeshShards(mesh_of_any(), ("data",))
     with on_any_platform():
-        one, other = (windows.windows_of(shards, "window") for _ in range(2))
-    assert one == other
-    one.reserve(1000)
+        first, other = (windows.windows_of(shards, "window") for _ in range(2))
+    assert first == other
+    first.reserve(1000)
     num_bytes = other.num_bytes
     assert num_bytes >= 1000
     other.reserve(10)
-    assert one.num_bytes == num_bytes
+    assert first.num_bytes == num_bytes
     other.reserve(num_bytes)
-    assert one.num_bytes >= 2 * num_bytes - 4096  # a larger window, and those of before
+    assert first.num_bytes >= 2 * num_bytes - 4096  # a larger window, and those of before
 
 
 def test_more_bytes_than_a_device_has():
@@ -187,7 +187,7 @@ def both_ways(mesh, lines, num_times):
     with on_any_platform():
         of_mesh = windows.windows_of(MeshShards(mesh, ("data",)), "window")
 
-    def repeated(exchange):
+    def repeat_exchange(exchange):
         def body(lines, _):
             return exchange(lines) + jnp.ones((), lines.dtype), None
 
@@ -201,7 +201,9 @@ def both_ways(mesh, lines, num_times):
         )
         return np.asarray(jax.jit(run)(lines))
 
-    return repeated(of_mesh.exchange), repeated(lambda lines: lax.all_to_all(lines, "data", 0, 0, tiled=True))
+    return repeat_exchange(of_mesh.exchange), repeat_exchange(
+        lambda lines: lax.all_to_all(lines, "data", 0, 0, tiled=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -429,7 +431,7 @@ def collection_of_all_kinds(mesh, wire, exchange):
 
 
 @functools.cache
-def trained(collection):
+def train_without_model(collection):
     """Returns a step without a model, jitted, and as a function."""
 
     def step(state, features):
@@ -458,7 +460,7 @@ class World:
         self.plan, self.find, self.lookup, self.update, self.norm = (
             cached(collection) for cached in (programs.plan, programs.find, programs.lookup, programs.update, norm)
         )
-        self.jitted_step, self.step = trained(collection)
+        self.jitted_step, self.step = train_without_model(collection)
 
     def batch(self, number):
         """Returns features of a batch: keys repeat, some are padding."""
@@ -564,7 +566,7 @@ def test_several_lookups_before_one_update():
     assert_same_on_both_wires(micro_batches, mesh_of_gpus())
 
 
-def scanned(wire, mesh, is_planned):
+def scan_steps(wire, mesh, is_planned):
     """Runs steps in a loop on the devices."""
     world = World(mesh, wire)
     batches = [world.plan(batch) if is_planned else batch for batch in map(world.batch, range(5))]
@@ -575,7 +577,7 @@ def scanned(wire, mesh, is_planned):
 @pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "rounds"])
 def test_inside_scan(is_planned):
     """A call that runs many times in one program has the same bits."""
-    assert_same_on_both_wires(scanned, mesh_of_gpus(), is_planned)
+    assert_same_on_both_wires(scan_steps, mesh_of_gpus(), is_planned)
 
 
 @pytest.mark.parametrize("names", [("data", "model"), ("model", "data")])
@@ -587,7 +589,7 @@ def test_a_second_axis_of_one(names):
     assert_same_on_both_wires(planned_steps, mesh, {}, True)
 
 
-def interrupted(wire, mesh):
+def interrupt_steps(wire, mesh):
     """Runs steps between which the host fails: after a dispatch, and while a program is traced."""
     world, results = World(mesh, wire), []
 
@@ -606,7 +608,7 @@ def interrupted(wire, mesh):
 
 def test_an_exception_between_two_dispatches():
     """The exception leaves no exchange half done."""
-    assert_same_on_both_wires(interrupted, mesh_of_gpus())
+    assert_same_on_both_wires(interrupt_steps, mesh_of_gpus())
 
 
 def growing(wire, mesh):

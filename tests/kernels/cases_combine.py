@@ -1,7 +1,7 @@
 """Cases of combine and its transpose. See kernel_scripts.py."""
 
 import numpy as np
-from kernel_model import F32, MEAN, SQRTN, SUM, Batch, fixed, ragged, single
+from kernel_model import F32, MEAN, SQRTN, SUM, Batch, make_fixed, make_ragged, single
 from kernel_scripts import DIMS, SIZES, Script, case, cases
 
 
@@ -13,7 +13,7 @@ def combine_dims(dim: int) -> Script:
     inverse = np.where(script.rng.random(1400) < 0.8, 3, script.rng.integers(-2, 23, 1400))
     offsets = np.r_[0, np.sort(script.rng.integers(0, 1400, 63)), 1400]
     weights = script.weights(1400) if number % 2 else None
-    script.combine(ragged(np.zeros(1400), 0, 1 + number % 3, offsets, weights), inverse, 20)
+    script.combine(make_ragged(np.zeros(1400), 0, 1 + number % 3, offsets, weights), inverse, 20)
     return script
 
 
@@ -28,7 +28,7 @@ def combine_sizes(num_keys: int) -> Script:
     num_bags = max(1, num_keys // (1 + (number + 1) % 3))
     offsets = np.r_[0, np.sort(script.rng.integers(0, num_keys + 1, num_bags - 1)), num_keys]
     weights = script.weights(num_keys) if number % 2 else None
-    script.combine(ragged(np.zeros(num_keys), 0, 1 + number % 3, offsets, weights), inverse, num_unique)
+    script.combine(make_ragged(np.zeros(num_keys), 0, 1 + number % 3, offsets, weights), inverse, num_unique)
     return script
 
 
@@ -40,13 +40,13 @@ def combine_fixed() -> Script:
     def inverse(num):
         return script.rng.integers(-1, 34, num)
 
-    script.combine(fixed(np.zeros(1000), 0, MEAN, 500), inverse(1000), 33)
-    script.combine(fixed(np.zeros(257), 0, SQRTN, 1, script.weights(257)), inverse(257), 33)
+    script.combine(make_fixed(np.zeros(1000), 0, MEAN, 500), inverse(1000), 33)
+    script.combine(make_fixed(np.zeros(257), 0, SQRTN, 1, script.weights(257)), inverse(257), 33)
     zero = np.array([1, -1, 0, 0, 2, 1], F32)
     for combiner in (SUM, MEAN, SQRTN):
-        script.combine(ragged(np.zeros(6), 0, combiner, [0, 2, 4, 6], zero), np.arange(6) % 4, 4)
-    script.combine(ragged(np.zeros(6), 0, MEAN, [0]), np.arange(6) % 4, 4)
-    script.combine(ragged(np.zeros(6), 0, MEAN, [0, 3, 6]), np.arange(6), 0)
+        script.combine(make_ragged(np.zeros(6), 0, combiner, [0, 2, 4, 6], zero), np.arange(6) % 4, 4)
+    script.combine(make_ragged(np.zeros(6), 0, MEAN, [0]), np.arange(6) % 4, 4)
+    script.combine(make_ragged(np.zeros(6), 0, MEAN, [0, 3, 6]), np.arange(6), 0)
     return script
 
 
@@ -54,8 +54,8 @@ def combine_fixed() -> Script:
 def combine_odd_offsets() -> Script:
     """Uses positions in no bag, and offsets out of range."""
     script = Script(dim=8)
-    script.combine(ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]), script.rng.integers(-1, 11, 64), 10)
-    script.combine(ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]), script.rng.integers(-1, 11, 64), 10)
+    script.combine(make_ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]), script.rng.integers(-1, 11, 64), 10)
+    script.combine(make_ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]), script.rng.integers(-1, 11, 64), 10)
     return script
 
 
@@ -69,8 +69,8 @@ def transpose_sizes(num_keys: int) -> Script:
     offsets = np.r_[first, np.sort(script.rng.integers(first, last + 1, num_keys // 3)), last]
     batch = Batch(
         single(np.zeros(num_keys)),
-        fixed(np.zeros(half), 1, 1 + number % 3, 2, script.weights(half)),
-        ragged(np.zeros(num_keys), 2, 1 + (number + 1) % 3, offsets),
+        make_fixed(np.zeros(half), 1, 1 + number % 3, 2, script.weights(half)),
+        make_ragged(np.zeros(num_keys), 2, 1 + (number + 1) % 3, offsets),
     )
     inverse = script.rng.integers(-1, num_unique + 1, len(batch.keys))
     inverse[::17] = np.resize([-(2**31), 2**31 - 1], len(inverse[::17]))
@@ -86,9 +86,9 @@ def transpose_dims(dim: int) -> Script:
     num_keys = int(lengths.sum())
     offsets = np.r_[0, np.cumsum(lengths)]
     batch = Batch(
-        ragged(np.zeros(num_keys), 0, 1 + dim % 3, offsets, script.weights(num_keys)),
+        make_ragged(np.zeros(num_keys), 0, 1 + dim % 3, offsets, script.weights(num_keys)),
         single(np.zeros(600)),
-        fixed(np.zeros(300), 0, SQRTN, 3),
+        make_fixed(np.zeros(300), 0, SQRTN, 3),
     )
     inverse = np.where(script.rng.random(len(batch.keys)) < 0.8, 3, script.rng.integers(-2, 40, len(batch.keys)))
     script.transpose(batch, np.where(inverse == 5, -1, inverse), 38)
@@ -99,7 +99,7 @@ def transpose_dims(dim: int) -> Script:
 def transpose_one_row() -> Script:
     """Makes every position of every feature use the same row; then none uses any; then there is no row."""
     script = Script(dim=8)
-    batch = Batch(single(np.zeros(700)), fixed(np.zeros(900), 0, MEAN, 3), single(np.zeros(33)))
+    batch = Batch(single(np.zeros(700)), make_fixed(np.zeros(900), 0, MEAN, 3), single(np.zeros(33)))
     for inverse, num_unique in ((np.zeros(1633, int), 1), (np.full(1633, 9), 9), (np.full(1633, -1), 3)):
         script.transpose(batch, inverse, num_unique)
     script.transpose(batch, np.zeros(1633, int), 0)
@@ -112,7 +112,7 @@ def transpose_zero_divisors() -> Script:
     script = Script(dim=8)
     weights = np.array([1, -1, 0, 0, 2, 1, 0.5, -0.5, 3, 0, 0, 1, -1, 1, -1, 4], F32)
     offsets = [0, 2, 4, 5, 8, 9, 11, 15, 15, 16]
-    batch = Batch(*(ragged(np.zeros(16), 0, c, offsets, weights) for c in (SUM, MEAN, SQRTN)), single(np.zeros(5)))
+    batch = Batch(*(make_ragged(np.zeros(16), 0, c, offsets, weights) for c in (SUM, MEAN, SQRTN)), single(np.zeros(5)))
     script.transpose(batch, np.arange(53) % 16, 16)
     script.transpose(batch, np.where(np.arange(53) % 3 == 1, -1, np.arange(53) % 7), 8)
     return script
@@ -124,12 +124,12 @@ def transpose_odd_offsets() -> Script:
     script = Script(dim=8)
     batch = Batch(
         single([]),
-        ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]),
-        ragged([], 0, SUM, [0, 0, 0]),
-        ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]),
-        ragged(np.zeros(64), 0, SQRTN, [64]),
+        make_ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]),
+        make_ragged([], 0, SUM, [0, 0, 0]),
+        make_ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]),
+        make_ragged(np.zeros(64), 0, SQRTN, [64]),
         single(np.zeros(64)),
-        ragged(np.zeros(300), 0, MEAN, np.r_[np.full(300, 7), 290]),
+        make_ragged(np.zeros(300), 0, MEAN, np.r_[np.full(300, 7), 290]),
     )
     script.transpose(batch, script.rng.integers(-1, 11, len(batch.keys)), 10)
     return script
@@ -139,7 +139,7 @@ def transpose_odd_offsets() -> Script:
 def transpose_not_finite() -> Script:
     """Returns infinite sums unchanged; the transpose does not skip them."""
     script = Script(dim=8)
-    batch = Batch(single(np.zeros(40)), fixed(np.zeros(40), 0, SUM, 2))
+    batch = Batch(single(np.zeros(40)), make_fixed(np.zeros(40), 0, SUM, 2))
     gradients = [script.normal(f.num_bags, 8) for f in batch.features]
     gradients[0][3, 2], gradients[1][5, 0] = np.inf, -np.inf
     gradients[0][7:9, 1] = 3e38
@@ -160,10 +160,12 @@ def transpose_40_features() -> Script:
         elif i % 4 == 1:
             h = 1 + i // 4 % 5
             n = n // h * h
-            features.append(fixed(np.zeros(n), 0, combiner, h, None if weights is None else weights[:n]))
+            features.append(make_fixed(np.zeros(n), 0, combiner, h, None if weights is None else weights[:n]))
         else:
             features.append(
-                ragged(np.zeros(n), 0, combiner, np.r_[0, np.sort(script.rng.integers(0, n + 1, 9 * i)), n], weights)
+                make_ragged(
+                    np.zeros(n), 0, combiner, np.r_[0, np.sort(script.rng.integers(0, n + 1, 9 * i)), n], weights
+                )
             )
     batch = Batch(*features)
     script.transpose(batch, script.rng.integers(-3, 900, len(batch.keys)), 890)
@@ -175,7 +177,7 @@ def small_combine(dim: int) -> Script:
     """Runs combine and its transpose, with a row of 1,100 uses."""
     script = Script(dim=dim)
     inverse = np.where(script.rng.random(1200) < 0.95, 3, script.rng.integers(-2, 9, 1200))
-    script.combine(ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8)
+    script.combine(make_ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8)
     return script
 
 
@@ -185,8 +187,8 @@ def small_transpose(dim: int) -> Script:
     script = Script(dim=dim)
     batch = Batch(
         single(np.zeros(600)),
-        ragged(np.zeros(600), 0, MEAN, np.arange(40, 561, 40), script.weights(600)),
-        fixed(np.zeros(60), 0, SUM, 3),
+        make_ragged(np.zeros(600), 0, MEAN, np.arange(40, 561, 40), script.weights(600)),
+        make_fixed(np.zeros(60), 0, SUM, 3),
     )
     inverse = np.where(script.rng.random(1260) < 0.95, 3, script.rng.integers(-2, 9, 1260))
     script.transpose(batch, inverse, 8)

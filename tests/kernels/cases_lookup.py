@@ -23,8 +23,8 @@ from kernel_model import (
     Batch,
     Feature,
     as_keys,
-    fixed,
-    ragged,
+    make_fixed,
+    make_ragged,
     single,
 )
 from kernel_scripts import (
@@ -64,7 +64,7 @@ def batch_sizes(num_keys: int) -> Script:
     table = script.store.num_tables - 1
     present = script.distinct(max(num_keys, 3) // 3, low=9)
     script.fill(present, table)
-    return all_batch_ops(script, Batch(single(script.mixed(num_keys, present), table)), row_gradient=number % 3)
+    return all_batch_ops(script, Batch(single(script.mix_keys(num_keys, present), table)), row_gradient=number % 3)
 
 
 @case()
@@ -73,7 +73,7 @@ def batch_large() -> Script:
     script = Script(slabs=(100_000, 50_000), dim=1, optimizer=ADAGRAD, num_buckets=1 << 14)
     script.fill(np.arange(1000))
     keys = (2.0 ** script.rng.uniform(0, 14, 300_000)).astype(np.uint64)  # key 1 has about 20,000 uses
-    batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 0, MEAN, 10))
+    batch = Batch(single(keys[:200_000], 0), make_fixed(keys[200_000:], 0, MEAN, 10))
     script.plan(batch)
     script.update(batch, script.lookup(batch))
     return script
@@ -107,8 +107,8 @@ def batch_kinds(kind: str) -> Script:
     offsets = np.r_[0, np.sort(script.rng.integers(0, 1000, 63)), 1000]
     batch = Batch(
         single(keys, 0),
-        fixed(keys[::-1], 1, MEAN, 5, script.weights(1000)),
-        ragged(np.roll(keys, 7), 2, SQRTN, offsets),
+        make_fixed(keys[::-1], 1, MEAN, 5, script.weights(1000)),
+        make_ragged(np.roll(keys, 7), 2, SQRTN, offsets),
     )
     return all_batch_ops(script, batch)
 
@@ -125,9 +125,9 @@ def batch_few_rows_left() -> Script:
     weights = script.weights(40)
     for _ in range(2):
         batch = Batch(
-            ragged(keys(40), 0, MEAN, np.r_[0, 0, 3, 20, 39], weights),
+            make_ragged(keys(40), 0, MEAN, np.r_[0, 0, 3, 20, 39], weights),
             single(keys(33), 1),
-            fixed(keys(60), 0, SUM, 4),
+            make_fixed(keys(60), 0, SUM, 4),
             single(keys(10), 2),
         )
         script.update(batch, script.lookup(batch))
@@ -140,7 +140,7 @@ def batch_few_rows_left() -> Script:
 def batch_far_too_many() -> Script:
     """Uses more new keys than entries in the index, in bags of 16."""
     script = Script(slabs=(8,), num_tables=1, num_buckets=16, dim=8)
-    batch = Batch(single(script.distinct(904), 0), fixed(script.distinct(4096), 0, MEAN, 16))
+    batch = Batch(single(script.distinct(904), 0), make_fixed(script.distinct(4096), 0, MEAN, 16))
     script.update(batch, script.lookup(batch))
     script.lookup(batch)
     return script
@@ -154,8 +154,8 @@ def batch_crowded_index() -> Script:
     script.fill(keys[:3], 1)
     batch = Batch(
         single(script.rng.choice(keys, 33), 1),
-        ragged(script.rng.choice(keys, 100), 2, SUM, [0, 50, 50, 90]),
-        fixed(script.rng.choice(keys, 60), 1, MEAN, 3, script.weights(60)),
+        make_ragged(script.rng.choice(keys, 100), 2, SUM, [0, 50, 50, 90]),
+        make_fixed(script.rng.choice(keys, 60), 1, MEAN, 3, script.weights(60)),
     )
     script.lookup_find(batch)
     script.update(batch, script.lookup(batch))
@@ -170,7 +170,7 @@ def batch_aimed() -> Script:
     aimed = script.rng.permutation(script.keys_of_homes([77], 300))
     batch = Batch(
         single(np.r_[aimed[:120], aimed[:30]], 0),
-        ragged(np.r_[aimed[100:], aimed[:50]], 0, SUM, [0, 100, 100, 101, 250]),
+        make_ragged(np.r_[aimed[100:], aimed[:50]], 0, SUM, [0, 100, 100, 101, 250]),
     )
     script.lookup(batch)
     script.update(batch, script.lookup(batch))
@@ -192,8 +192,8 @@ def bag_features(script: Script, lengths, combiners=(SUM, MEAN, SQRTN), table=0)
     if script.initial is None and (table, int(present[0])) not in script.store.row_of:
         script.fill(present, table)
     return [
-        ragged(
-            script.mixed(num_keys, present), table, combiner, offsets, script.weights(num_keys) if weighted else None
+        make_ragged(
+            script.mix_keys(num_keys, present), table, combiner, offsets, script.weights(num_keys) if weighted else None
         )
         for combiner in combiners
         for weighted in (False, True)
@@ -212,7 +212,7 @@ def bags_one_key() -> Script:
     """Uses long bags of one new key: in the call it is found after its first position, also by its own bag."""
     script = Script(slabs=(5, 7, 300), dim=16)
     offsets = [0, 500, 500, 1000]
-    batch = Batch(*(ragged(np.full(1000, 2**63 + c), 0, c, offsets) for c in (SUM, MEAN, SQRTN)))
+    batch = Batch(*(make_ragged(np.full(1000, 2**63 + c), 0, c, offsets) for c in (SUM, MEAN, SQRTN)))
     return all_batch_ops(script, batch, row_gradient=SQRT_OF_USES)
 
 
@@ -223,7 +223,7 @@ def bags_fixed() -> Script:
     present = script.distinct(200, low=9)
     script.fill(present, 1)
     features = [
-        fixed(script.mixed(h * n, present), t % 3, 1 + t % 3, h, script.weights(h * n) if t % 2 else None)
+        make_fixed(script.mix_keys(h * n, present), t % 3, 1 + t % 3, h, script.weights(h * n) if t % 2 else None)
         for t, (h, n) in enumerate([(2, 257), (1, 300), (5, 33), (33, 9), (500, 2), (100, 7)])
     ]
     return all_batch_ops(script, Batch(*features), row_gradient=MEAN_OF_USES)
@@ -245,7 +245,7 @@ def bags_zero_sums() -> Script:
     weights = np.array([1, -1, 0, 0, 2, 1, 0.5, -0.5, 3, 0, 0, 1, -1, 1, -1, 4], F32)
     offsets = [0, 2, 4, 5, 8, 9, 11, 15, 15, 16]
     keys = script.rng.integers(0, 60, (4, 16))
-    batch = Batch(*(ragged(keys[combiner], 0, combiner, offsets, weights) for combiner in (SUM, MEAN, SQRTN)))
+    batch = Batch(*(make_ragged(keys[combiner], 0, combiner, offsets, weights) for combiner in (SUM, MEAN, SQRTN)))
     return all_batch_ops(script, batch)
 
 
@@ -256,13 +256,13 @@ def bags_empty() -> Script:
     script.fill(range(40), 1)
     none = np.zeros(0, np.uint64)
     batch = Batch(
-        ragged(none, 0, SUM, [0, 0, 0, 0, 0]),
+        make_ragged(none, 0, SUM, [0, 0, 0, 0, 0]),
         single(none, 1),
-        ragged(none, 2, MEAN, [0]),
-        ragged(script.rng.integers(0, 60, 33), 1, MEAN, [0, 0, 10, 10, 33]),
-        ragged(np.full(8, PADDING_KEY, np.uint64), 1, SQRTN, [0, 4, 4, 8]),
-        fixed(np.full(12, PADDING_KEY, np.uint64), 2, MEAN, 4),
-        ragged(none, 0, SUM, [0, 0]),
+        make_ragged(none, 2, MEAN, [0]),
+        make_ragged(script.rng.integers(0, 60, 33), 1, MEAN, [0, 0, 10, 10, 33]),
+        make_ragged(np.full(8, PADDING_KEY, np.uint64), 1, SQRTN, [0, 4, 4, 8]),
+        make_fixed(np.full(12, PADDING_KEY, np.uint64), 2, MEAN, 4),
+        make_ragged(none, 0, SUM, [0, 0]),
     )
     return all_batch_ops(script, batch)
 
@@ -272,7 +272,7 @@ def bags_only_empty(what: str) -> Script:
     """Uses a batch without a key."""
     script = Script(slabs=(5, 7, 300), dim=8)
     script.fill(range(40))
-    feature = ragged([], 0, MEAN, [0] * 34) if what == "bags" else ragged([], 0, MEAN, [0])
+    feature = make_ragged([], 0, MEAN, [0] * 34) if what == "bags" else make_ragged([], 0, MEAN, [0])
     return all_batch_ops(script, Batch(feature))
 
 
@@ -287,17 +287,17 @@ def bags_40_features() -> Script:
         table, combiner, n = i % 3, 1 + i // 4 % 3, int(script.rng.integers(0, 70))
         weights = script.weights(n) if i % 5 == 0 else None
         unknown_zeros = table == 2
-        keys = script.mixed(n, present)
+        keys = script.mix_keys(n, present)
         if i % 4 == 0:
             features.append(single(keys, table, unknown_zeros=unknown_zeros))
         elif i % 4 == 1:
             h = 1 + i // 4 % 5
             n = n // h * h
             weights = None if weights is None else weights[:n]
-            features.append(fixed(keys[:n], table, combiner, h, weights, unknown_zeros=unknown_zeros))
+            features.append(make_fixed(keys[:n], table, combiner, h, weights, unknown_zeros=unknown_zeros))
         else:
             offsets = np.r_[0, np.sort(script.rng.integers(0, n + 1, i)), n]
-            features.append(ragged(keys, table, combiner, offsets, weights, unknown_zeros=unknown_zeros))
+            features.append(make_ragged(keys, table, combiner, offsets, weights, unknown_zeros=unknown_zeros))
     return all_batch_ops(script, Batch(*features), row_gradient=SQRT_OF_USES)
 
 
@@ -307,7 +307,7 @@ def bags_70_tables() -> Script:
     script = Script(slabs=(5, 7, 1200), dim=4, num_tables=70)
     script.fill(np.repeat(np.arange(5), 70), np.tile(np.arange(70), 5))
     keys = np.where(script.rng.random((70, 10)) < 0.1, -1, script.rng.integers(0, 12, (70, 10))).astype(U64)
-    features = [single(keys[t], t) if t % 2 else ragged(keys[t], t, MEAN, [0, 3, 3, 10]) for t in range(70)]
+    features = [single(keys[t], t) if t % 2 else make_ragged(keys[t], t, MEAN, [0, 3, 3, 10]) for t in range(70)]
     return all_batch_ops(script, Batch(*features))
 
 
@@ -319,8 +319,8 @@ def bags_unknown_zeros() -> Script:
     keys = script.rng.integers(0, 60, 33)
     script.lookup_find(
         Batch(
-            *(ragged(keys, 0, c, [0, 10, 10, 33], unknown_zeros=True) for c in (SUM, MEAN, SQRTN)),
-            ragged(keys, 0, MEAN, [0, 10, 10, 33], script.weights(33), unknown_zeros=True),
+            *(make_ragged(keys, 0, c, [0, 10, 10, 33], unknown_zeros=True) for c in (SUM, MEAN, SQRTN)),
+            make_ragged(keys, 0, MEAN, [0, 10, 10, 33], script.weights(33), unknown_zeros=True),
             single(keys, 0, unknown_zeros=True),
         )
     )
@@ -366,9 +366,9 @@ def bags_offsets_outside(op: str) -> Script:
     script.fill(range(20))
     keys = script.rng.integers(0, 40, 64)
     batch = Batch(
-        ragged(keys, 0, SUM, [-(10**8), -1, 3, 60, 65, 10**9]),
-        ragged(keys, 0, MEAN, [-(2**31), 2**31 - 1]),
-        ragged(keys, 0, SQRTN, [0, 64, 70, 70]),
+        make_ragged(keys, 0, SUM, [-(10**8), -1, 3, 60, 65, 10**9]),
+        make_ragged(keys, 0, MEAN, [-(2**31), 2**31 - 1]),
+        make_ragged(keys, 0, SQRTN, [0, 64, 70, 70]),
     )
     return one_batch_op(script, op, batch)
 
@@ -388,10 +388,10 @@ def batch_dims(dim: int) -> Script:
     num_keys = sum(lengths)
     offsets = np.r_[0, np.cumsum(lengths)]
     batch = Batch(
-        ragged(hot, 0, SUM, np.r_[0, np.sort(script.rng.integers(0, 1250, 60)), 1250]),
-        single(script.mixed(40, present), 0),
-        ragged(script.mixed(num_keys, present), 1, MEAN, offsets, script.weights(num_keys)),
-        fixed(script.mixed(24, present), 2, SQRTN, 3),
+        make_ragged(hot, 0, SUM, np.r_[0, np.sort(script.rng.integers(0, 1250, 60)), 1250]),
+        single(script.mix_keys(40, present), 0),
+        make_ragged(script.mix_keys(num_keys, present), 1, MEAN, offsets, script.weights(num_keys)),
+        make_fixed(script.mix_keys(24, present), 2, SQRTN, 3),
     )
     script.lookup_find(batch)
     script.update(batch, script.lookup(batch), row_gradient=number % 3)
@@ -415,10 +415,10 @@ def used_batch(script: Script, num: int, num_distinct: int) -> Batch:
     return Batch(
         single(keys(num), 0),
         single(keys(num), 1),
-        fixed(keys(2 * num), 0, MEAN, 2, script.weights(2 * num)),
-        ragged(keys(num), 0, SQRTN, offsets),
-        ragged(keys(num), 1, SUM, np.minimum(offsets, num // 2), script.weights(num)),
-        fixed(keys(3 * num), 1, SUM, 3),
+        make_fixed(keys(2 * num), 0, MEAN, 2, script.weights(2 * num)),
+        make_ragged(keys(num), 0, SQRTN, offsets),
+        make_ragged(keys(num), 1, SUM, np.minimum(offsets, num // 2), script.weights(num)),
+        make_fixed(keys(3 * num), 1, SUM, 3),
     )
 
 
@@ -466,7 +466,9 @@ def statistics_warps(what: str) -> Script:
         "all_padding": np.full(2000, PADDING_KEY, np.uint64),
     }[what]
     offsets = np.r_[0, np.sort(script.rng.integers(0, 2000, 40)), 2000]
-    batch = Batch(single(keys, 0), ragged(keys, 0, SUM, offsets), fixed(keys[::-1], 1, MEAN, 5), single(keys[:700], 1))
+    batch = Batch(
+        single(keys, 0), make_ragged(keys, 0, SUM, offsets), make_fixed(keys[::-1], 1, MEAN, 5), single(keys[:700], 1)
+    )
     script.lookup(batch, clock=5)
     script.lookup(batch, clock=6)
     return script
@@ -477,7 +479,9 @@ def statistics_slabs() -> Script:
     """Uses as many slabs as a store can have."""
     script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=1)
     script.fill(np.arange(100))
-    script.lookup(Batch(single(script.rng.permutation(np.arange(1000))), fixed(np.arange(400), 0, SUM, 4)), clock=9)
+    script.lookup(
+        Batch(single(script.rng.permutation(np.arange(1000))), make_fixed(np.arange(400), 0, SUM, 4)), clock=9
+    )
     return script
 
 
@@ -487,7 +491,7 @@ def statistics_large() -> Script:
     script = Script(slabs=(3_000, 2_000), dim=1, num_buckets=4096)
     script.fill(np.arange(1000))
     keys = (2.0 ** script.rng.uniform(0, 12, 160_000)).astype(np.uint64)
-    script.lookup(Batch(single(keys[:140_000], 0), fixed(keys[140_000:], 0, MEAN, 10)), clock=1)
+    script.lookup(Batch(single(keys[:140_000], 0), make_fixed(keys[140_000:], 0, MEAN, 10)), clock=1)
     return script
 
 
@@ -507,9 +511,9 @@ def statistics_refused(why: str) -> Script:
     for clock in range(3):
         batch = Batch(
             single(rng.choice(pool, 33), 1),
-            ragged(rng.choice(pool, 300), 1, SUM, [0, 50, 50, 290], script.weights(300)),
+            make_ragged(rng.choice(pool, 300), 1, SUM, [0, 50, 50, 290], script.weights(300)),
             single(np.repeat(rng.choice(pool, 200), 4), 2),
-            fixed(rng.choice(pool, 600), 1, MEAN, 3),
+            make_fixed(rng.choice(pool, 600), 1, MEAN, 3),
         )
         script.lookup(batch, clock=clock)
     return script
@@ -523,10 +527,13 @@ def statistics_loose() -> Script:
     keys = script.rng.integers(0, 40, 64)
     script.lookup(batch_with_loose_ends(lambda num, *_: script.rng.integers(0, 40, num)), clock=1)
     script.lookup(
-        Batch(ragged(keys, 0, SUM, [-(10**8), -1, 3, 60, 65, 10**9]), ragged(keys, 1, MEAN, [-(2**31), 2**31 - 1])),
+        Batch(
+            make_ragged(keys, 0, SUM, [-(10**8), -1, 3, 60, 65, 10**9]),
+            make_ragged(keys, 1, MEAN, [-(2**31), 2**31 - 1]),
+        ),
         clock=2,
     )
-    script.lookup(Batch(fixed([], 0, SUM, 2), ragged([], 0, SUM, [0, 0, 0])), clock=3)
+    script.lookup(Batch(make_fixed([], 0, SUM, 2), make_ragged([], 0, SUM, [0, 0, 0])), clock=3)
     return script
 
 
@@ -557,11 +564,11 @@ def admission_batch(script: Script, num: int, num_distinct: int) -> Batch:
     offsets = np.r_[0, np.sort(rng.integers(0, num + 1, max(num // 3, 1)))]
     return Batch(
         single(keys(num), 0),
-        fixed(keys(2 * num), 1, MEAN, 2, script.weights(2 * num)),
-        ragged(keys(num), 2, SQRTN, offsets),
+        make_fixed(keys(2 * num), 1, MEAN, 2, script.weights(2 * num)),
+        make_ragged(keys(num), 2, SQRTN, offsets),
         single(keys(num), 3),
-        fixed(keys(3 * num), 4, SUM, 3),
-        fixed(keys(num), 0, MEAN, 1),
+        make_fixed(keys(3 * num), 4, SUM, 3),
+        make_fixed(keys(num), 0, MEAN, 1),
     )
 
 
@@ -694,8 +701,8 @@ def bags_of_tables(script: Script, num_keys: int, num_bags: int = 40) -> tuple[B
         offsets = np.r_[0, np.sort(rng.integers(0, num_keys + 1, num_bags - 1)), num_keys]
         if combiner == MEAN:  # positions behind the last bag, as in data that arrives from a shard
             offsets = np.minimum(offsets, num_keys - num_keys // 3)
-        keys = script.mixed(num_keys, range(60))
-        features.append(ragged(keys, 0, combiner, offsets, script.weights(num_keys) if weighted else None))
+        keys = script.mix_keys(num_keys, range(60))
+        features.append(make_ragged(keys, 0, combiner, offsets, script.weights(num_keys) if weighted else None))
     batch = Batch(*features)
     batch.tables = rng.integers(0, store.num_tables, len(batch.keys))
     row_ids = rng.integers(0, 60, len(batch.keys)).astype(np.uint32)
@@ -775,11 +782,11 @@ def small_batch(dim: int) -> Script:
     """Runs lookup, lookup_find and lookup_planned: single keys, bags, tails."""
     script = Script(slabs=(5, 7, 200), dim=dim, num_tables=2)
     script.fill(range(20), 0)
-    keys = script.mixed(40, range(30))
+    keys = script.mix_keys(40, range(30))
     batch = Batch(
         single(keys, 0),
-        ragged(keys, 1, MEAN, [0, 0, 33, 33, 36], np.abs(script.weights(40))),
-        fixed(keys, 0, SQRTN, 4),
+        make_ragged(keys, 1, MEAN, [0, 0, 33, 33, 36], np.abs(script.weights(40))),
+        make_fixed(keys, 0, SQRTN, 4),
     )
     script.lookup_find(batch)
     row_ids = script.lookup(batch)
@@ -791,5 +798,5 @@ def small_batch(dim: int) -> Script:
 def small_batch_refusing(why: str) -> Script:
     """Runs out of rows, or of entries."""
     script = Script(slabs=(5, 7), dim=8, num_buckets=16 if why == "full" else 2)
-    script.lookup(Batch(single(range(10, 30)), ragged(range(30), 0, MEAN, [0, 3, 3, 30])))
+    script.lookup(Batch(single(range(10, 30)), make_ragged(range(30), 0, MEAN, [0, 3, 3, 30])))
     return script

@@ -10,10 +10,10 @@ from kernel_model import (
     SUM,
     Batch,
     as_keys,
-    fixed,
     key_of_hash,
+    make_fixed,
+    make_ragged,
     partition_hashes,
-    ragged,
     single,
 )
 from kernel_scripts import KINDS, SIZES, Script, batch_with_loose_ends, case, cases
@@ -29,7 +29,9 @@ def batch_of_tables(script: Script, keys: np.ndarray) -> Batch:
     n = len(keys)
     offsets = np.r_[n // 5, np.sort(script.rng.integers(n // 5, n - n // 6 + 1, n // 4)), n - n // 6]
     fives = n // 5 * 5
-    return Batch(single(keys, 0), fixed(keys[::-1][:fives], 1, MEAN, 5), ragged(np.roll(keys, 7), 2, SUM, offsets))
+    return Batch(
+        single(keys, 0), make_fixed(keys[::-1][:fives], 1, MEAN, 5), make_ragged(np.roll(keys, 7), 2, SUM, offsets)
+    )
 
 
 @cases(*SIZES)
@@ -37,7 +39,7 @@ def requests_sizes(num_keys: int) -> Script:
     """Uses sizes around those of warps, blocks and chunks, for several numbers of shards."""
     number = SIZES.index(num_keys)
     script = Script(num_tables=3, seed=num_keys)
-    batch = batch_of_tables(script, script.mixed(num_keys, range(20)))
+    batch = batch_of_tables(script, script.mix_keys(num_keys, range(20)))
     for num_shards in (NUM_SHARDS[number % 5], NUM_SHARDS[(number + 2) % 5]):
         script.plan_requests(batch, num_shards)
     return script
@@ -47,7 +49,7 @@ def requests_sizes(num_keys: int) -> Script:
 def requests_shards(num_shards: int) -> Script:
     """Uses every number of shards, with keys of all partitions; most of the last shards own no key."""
     script = Script(num_tables=3, seed=num_shards)
-    script.plan_requests(batch_of_tables(script, script.mixed(1500, range(200))), num_shards)
+    script.plan_requests(batch_of_tables(script, script.mix_keys(1500, range(200))), num_shards)
     return script
 
 
@@ -56,7 +58,7 @@ def requests_large() -> Script:
     """Uses more blocks than a block has threads, more positions than any chunk of the CPU, frequent and single keys."""
     script = Script(num_tables=2)
     keys = (2.0 ** script.rng.uniform(0, 24, 300_000)).astype(np.uint64)
-    batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 1, MEAN, 10))
+    batch = Batch(single(keys[:200_000], 0), make_fixed(keys[200_000:], 1, MEAN, 10))
     script.plan_requests(batch, 8, on={1: 3})
     return script
 
@@ -82,7 +84,7 @@ def requests_one_key() -> Script:
 def requests_one_owner() -> Script:
     """Gives all keys to one shard: the others get none."""
     script = Script(num_tables=3)
-    batch = batch_of_tables(script, script.mixed(700, range(200)))
+    batch = batch_of_tables(script, script.mix_keys(700, range(200)))
     for owner in (0, 2, 7):
         script.plan_requests(batch, 8, owners=owner)
     script.plan_requests(batch, 8, on={0: 5, 1: 5, 2: 5})
@@ -93,7 +95,7 @@ def requests_one_owner() -> Script:
 def requests_pinned() -> Script:
     """Uses tables pinned to the first and the last shard next to a sharded table, with owners in any order."""
     script = Script(num_tables=3)
-    batch = batch_of_tables(script, script.mixed(700, range(200)))
+    batch = batch_of_tables(script, script.mix_keys(700, range(200)))
     script.plan_requests(batch, 3, on={1: 0})
     script.plan_requests(batch, 8, owners=script.rng.integers(0, 8, NUM_PARTITIONS), on={0: 7, 2: 0})
     script.plan_requests(batch, 1, on={0: 0, 1: 0})
@@ -104,7 +106,7 @@ def requests_pinned() -> Script:
 def requests_wrong_owners() -> Script:
     """Uses owners beyond the last shard, which Python refuses: they count as the last, and memory stays in bounds."""
     script = Script(num_tables=3)
-    batch = batch_of_tables(script, script.mixed(700, range(200)))
+    batch = batch_of_tables(script, script.mix_keys(700, range(200)))
     script.plan_requests(batch, 3, owners=script.rng.integers(0, 2**32, NUM_PARTITIONS), on={1: 2**32 - 2})
     script.plan_requests(batch, 1, owners=7, on={1: 3})
     return script
@@ -118,8 +120,11 @@ def requests_equal_hashes() -> Script:
     hashes = [2**64 - 1, 0, 1, 2**52 - 1, 2**52, 2**63, *map(int, script.rng.integers(0, 2**63, 60))]
     keys = [as_keys([key_of_hash(h, line) for h in script.rng.permutation(as_keys(hashes)).tolist()]) for line in lines]
     assert np.array_equal(np.sort(partition_hashes(keys[1], np.resize(lines[1], (66, 16)))), np.sort(as_keys(hashes)))
-    padded = [np.r_[one[:30], np.full(7, PADDING_KEY, np.uint64), one[30:], one[:9]] for one in keys]
-    batch = Batch(single(padded[2], 2), single(padded[0], 0), fixed(padded[1], 1, SUM, 2))
+    padded = [
+        np.r_[keys_of_call[:30], np.full(7, PADDING_KEY, np.uint64), keys_of_call[30:], keys_of_call[:9]]
+        for keys_of_call in keys
+    ]
+    batch = Batch(single(padded[2], 2), single(padded[0], 0), make_fixed(padded[1], 1, SUM, 2))
     for num_shards in (1, 8):
         script.plan_requests(batch, num_shards)
         script.plan_requests(batch, num_shards, owners=0)
@@ -132,8 +137,8 @@ def requests_padding() -> Script:
     script = Script(num_tables=3)
     batch = Batch(
         single(np.full(300, PADDING_KEY, np.uint64), 0),
-        ragged(range(64), 1, SUM, [64]),
-        ragged(range(64), 2, SUM, [9, 9, 9]),
+        make_ragged(range(64), 1, SUM, [64]),
+        make_ragged(range(64), 2, SUM, [9, 9, 9]),
     )
     for num_shards in (1, 3):
         script.plan_requests(batch, num_shards)
@@ -167,11 +172,11 @@ def batch_of_bags(script: Script, keys: np.ndarray) -> Batch:
     offsets = np.r_[n // 5, inner, n - n // 6, n - n // 6]
     fives = keys[::-1][: n // 5 * 5]
     return Batch(
-        fixed(fives, 1, MEAN, 5),
-        ragged(np.roll(keys, 7), 2, SUM, offsets, script.weights(n)),
-        ragged(keys, 0, SQRTN, offsets, script.weights(n)),
-        fixed(fives, 2, SQRTN, 5),
-        ragged(keys, 1, MEAN, offsets, script.weights(n)),
+        make_fixed(fives, 1, MEAN, 5),
+        make_ragged(np.roll(keys, 7), 2, SUM, offsets, script.weights(n)),
+        make_ragged(keys, 0, SQRTN, offsets, script.weights(n)),
+        make_fixed(fives, 2, SQRTN, 5),
+        make_ragged(keys, 1, MEAN, offsets, script.weights(n)),
     )
 
 
@@ -180,7 +185,7 @@ def uses_sizes(num_keys: int) -> Script:
     """Uses sizes around those of warps and blocks, for several numbers of shards."""
     number = SIZES.index(num_keys)
     script = Script(num_tables=3, seed=num_keys)
-    batch = batch_of_bags(script, script.mixed(num_keys, range(20)))
+    batch = batch_of_bags(script, script.mix_keys(num_keys, range(20)))
     for num_shards in (NUM_SHARDS[number % 5], NUM_SHARDS[(number + 2) % 5]):
         script.plan_uses(batch, num_shards)
     return script
@@ -190,7 +195,7 @@ def uses_sizes(num_keys: int) -> Script:
 def uses_shards(num_shards: int) -> Script:
     """Uses every number of shards, with keys of all partitions; most of the last shards have no use."""
     script = Script(num_tables=3, seed=num_shards)
-    script.plan_uses(batch_of_bags(script, script.mixed(700, range(200))), num_shards)
+    script.plan_uses(batch_of_bags(script, script.mix_keys(700, range(200))), num_shards)
     return script
 
 
@@ -199,9 +204,9 @@ def uses_of_many_bags(num_bags: int) -> Script:
     """Uses numbers of bags around that of a tile; bags of one key, and of none or some."""
     script = Script(num_tables=2, seed=num_bags)
     lengths = script.rng.integers(0, 4, num_bags)
-    keys = script.mixed(int(lengths.sum()), range(90))
-    singles = fixed(script.mixed(num_bags, range(90)), 1, MEAN, 1, script.weights(num_bags))
-    script.plan_uses(Batch(singles, ragged(keys, 0, SQRTN, np.cumsum(np.r_[0, lengths]))), 3)
+    keys = script.mix_keys(int(lengths.sum()), range(90))
+    singles = make_fixed(script.mix_keys(num_bags, range(90)), 1, MEAN, 1, script.weights(num_bags))
+    script.plan_uses(Batch(singles, make_ragged(keys, 0, SQRTN, np.cumsum(np.r_[0, lengths]))), 3)
     return script
 
 
@@ -209,8 +214,8 @@ def uses_of_many_bags(num_bags: int) -> Script:
 def uses_of_one_bag(hotness: int) -> Script:
     """Uses sizes around the lanes that add a bag's weights, in their order; with an empty bag."""
     script = Script(num_tables=1, seed=hotness)
-    keys, weights = script.mixed(hotness, range(9)), script.weights(hotness)
-    bags = [ragged(keys, 0, combiner, [0, 0, hotness, hotness], weights) for combiner in (SUM, MEAN, SQRTN)]
+    keys, weights = script.mix_keys(hotness, range(9)), script.weights(hotness)
+    bags = [make_ragged(keys, 0, combiner, [0, 0, hotness, hotness], weights) for combiner in (SUM, MEAN, SQRTN)]
     script.plan_uses(Batch(*bags), 3)
     return script
 
@@ -220,7 +225,7 @@ def uses_large() -> Script:
     """Uses more blocks than a block has threads, and more positions than any chunk of the CPU."""
     script = Script(num_tables=2)
     keys = (2.0 ** script.rng.uniform(0, 24, 100_000)).astype(np.uint64)
-    batch = Batch(fixed(keys[:70_000], 0, SUM, 1), fixed(keys[70_000:], 1, MEAN, 10))
+    batch = Batch(make_fixed(keys[:70_000], 0, SUM, 1), make_fixed(keys[70_000:], 1, MEAN, 10))
     script.plan_uses(batch, 8, on={1: 3})
     return script
 
@@ -246,7 +251,7 @@ def uses_one_key() -> Script:
 def uses_placed() -> Script:
     """Covers all keys on one shard, tables pinned to a shard, and owners in any order and beyond the last."""
     script = Script(num_tables=3)
-    batch = batch_of_bags(script, script.mixed(300, range(200)))
+    batch = batch_of_bags(script, script.mix_keys(300, range(200)))
     for owner in (0, 7):
         script.plan_uses(batch, 8, owners=owner)
     script.plan_uses(batch, 8, on={0: 5, 1: 5, 2: 5})
@@ -279,7 +284,7 @@ def uses_divisors() -> Script:
     keys = as_keys([key for of_bag, _ in bags for key in of_bag])
     weights = np.array([weight for _, of_bag in bags for weight in of_bag], F32)
     offsets = np.cumsum([0, *(len(of_bag) for of_bag, _ in bags)])
-    features = [ragged(keys, c % 2, c, offsets, w) for c in (SUM, MEAN, SQRTN) for w in (weights, None)]
+    features = [make_ragged(keys, c % 2, c, offsets, w) for c in (SUM, MEAN, SQRTN) for w in (weights, None)]
     script.plan_uses(Batch(*features), 3)
     return script
 
@@ -289,10 +294,10 @@ def uses_padding() -> Script:
     """Padding, and keys in no bag, make no use; bags without any key are at both ends."""
     script = Script(num_tables=3)
     batch = Batch(
-        fixed(np.full(300, PADDING_KEY, np.uint64), 0, MEAN, 3),
-        ragged(range(64), 1, SUM, [64]),
-        ragged(range(64), 2, MEAN, [9, 9, 9]),
-        ragged(range(64), 2, SUM, [0, 0, 0, 64, 64, 64], script.weights(64)),
+        make_fixed(np.full(300, PADDING_KEY, np.uint64), 0, MEAN, 3),
+        make_ragged(range(64), 1, SUM, [64]),
+        make_ragged(range(64), 2, MEAN, [9, 9, 9]),
+        make_ragged(range(64), 2, SUM, [0, 0, 0, 64, 64, 64], script.weights(64)),
     )
     for num_shards in (1, 3):
         script.plan_uses(batch, num_shards)
@@ -305,7 +310,7 @@ def uses_70_tables() -> Script:
     """Uses 70 tables with keys of the same numbers, some on one shard."""
     script = Script(num_tables=70)
     keys, combiners = script.rng.integers(0, 12, (70, 30)), (SUM, MEAN, SQRTN)
-    batch = Batch(*(fixed(keys[t], t, combiners[t % 3], 1 + t % 3) for t in range(70)))
+    batch = Batch(*(make_fixed(keys[t], t, combiners[t % 3], 1 + t % 3) for t in range(70)))
     script.plan_uses(batch, 8, on={t: t % 8 for t in range(0, 70, 3)})
     return script
 
@@ -314,7 +319,7 @@ def uses_70_tables() -> Script:
 def small_uses(num_keys: int) -> Script:
     """Uses several shards, and one; a table is on one of them."""
     script = Script(num_tables=3)
-    batch = batch_of_bags(script, script.mixed(num_keys, range(50)))
+    batch = batch_of_bags(script, script.mix_keys(num_keys, range(50)))
     for num_shards in (1, 3):
         script.plan_uses(batch, num_shards, on={2: 0})
     return script
@@ -324,8 +329,8 @@ def small_uses(num_keys: int) -> Script:
 def small_plan(num_keys: int) -> Script:
     """Uses distinct keys over two blocks and two tables."""
     script = Script(num_tables=2)
-    keys = script.mixed(num_keys, range(5))
-    script.plan(Batch(single(keys, 0), ragged(keys, 1, SUM, [0, num_keys // 2, num_keys])))
+    keys = script.mix_keys(num_keys, range(5))
+    script.plan(Batch(single(keys, 0), make_ragged(keys, 1, SUM, [0, num_keys // 2, num_keys])))
     return script
 
 
@@ -333,7 +338,7 @@ def small_plan(num_keys: int) -> Script:
 def small_requests(num_keys: int) -> Script:
     """Uses several shards, and one; a table is on one of them."""
     script = Script(num_tables=3)
-    batch = batch_of_tables(script, script.mixed(num_keys, range(50)))
+    batch = batch_of_tables(script, script.mix_keys(num_keys, range(50)))
     for num_shards in (1, 3):
         script.plan_requests(batch, num_shards, on={2: 0})
     return script

@@ -33,7 +33,7 @@ def table_sizes(num_keys: int) -> Script:
 
     present = script.distinct(max(num_keys, 3) // 3, low=9)
     script.fill(present, tables_of(len(present)))
-    keys, tables = script.mixed(num_keys, present), tables_of(num_keys)
+    keys, tables = script.mix_keys(num_keys, present), tables_of(num_keys)
     script.find_or_insert(keys, tables)
     script.find(script.rng.permutation(keys), tables)
     script.erase(script.rng.permutation(keys), tables)
@@ -384,7 +384,7 @@ def small_table(num_tables: int) -> Script:
     script = Script(slabs=(5, 7, 100), num_tables=num_tables, dim=5, optimizer=ADAM)
     tables = script.rng.integers(0, num_tables, 48)
     script.fill(range(20), np.arange(20) % 3)
-    keys = script.mixed(48, range(20))
+    keys = script.mix_keys(48, range(20))
     script.find_or_insert(keys, tables)
     script.erase(keys[:20], tables[:20])
     script.find_or_insert(keys, tables)

@@ -100,7 +100,7 @@ class TieredStore(Store):
         # Rows that are not in use give 0, which counts a stale plan's uses.
         none = np.where(row_ids < self.capacity, 0, NO_ROW).tolist()
         slots = np.array([slot_of.get(*pair) for pair in zip(row_ids.tolist(), none, strict=True)], np.uint32)
-        return {"slots": slots, **self._staged(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
+        return {"slots": slots, **self._stage(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
 
     def bring_ahead(self, row_ids: np.ndarray) -> None:
         """Does what `LaunchBringAhead` states: no place changes, but slots are used and marked."""
@@ -125,9 +125,9 @@ class TieredStore(Store):
             if self._is_row(row_id):
                 slots[i] = self.places[row_id] if self.places[row_id] < IN_HOST else self.num_lines + i
                 lines |= {} if self.places[row_id] < IN_HOST else {i: row_id}
-        return {"slots": slots, **self._staged(lines, len(row_ids))}
+        return {"slots": slots, **self._stage(lines, len(row_ids))}
 
-    def _staged(self, lines: dict[int, int], room: int) -> dict:
+    def _stage(self, lines: dict[int, int], room: int) -> dict:
         """Returns the staged rows, by their staged position."""
         rows, owners = np.zeros((room, self.dim), self.dtype), np.full((room, 4), EMPTY)
         states = tuple(np.zeros((room, state.shape[1]), F32) for state in self.states)

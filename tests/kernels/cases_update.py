@@ -23,10 +23,10 @@ from kernel_model import (
     SUM_OF_USES,
     U64,
     Batch,
-    fixed,
-    joined,
+    join_batches,
+    make_fixed,
+    make_ragged,
     nearest,
-    ragged,
     single,
 )
 from kernel_scripts import HALVES, SLABS, Script, case, cases, gather_mixed, mostly_two
@@ -71,7 +71,7 @@ def update_uses_in_bags(combiner: int) -> Script:
     script.fill(range(40))
     keys = keys_with_uses(script, NUM_USES)
     offsets = np.r_[0, np.sort(script.rng.integers(0, len(keys), 600)), len(keys)]
-    batch = Batch(ragged(keys, 0, combiner, offsets, script.weights(len(keys))))
+    batch = Batch(make_ragged(keys, 0, combiner, offsets, script.weights(len(keys))))
     script.update(batch, script.store.find(keys, batch.tables))
     return script
 
@@ -107,11 +107,11 @@ def update_neighbours() -> Script:
     script = Script(slabs=(40,), dim=8)
     script.fill(range(3))
     script.store.rows[:3] = 0
-    one = script.normal(1100, 8)
+    normal = script.normal(1100, 8)
     keys, gradients = np.full(4400, 2, np.uint64), script.normal(4400, 8)
     every_second, in_a_row = np.arange(1, 2201, 2), np.arange(3000, 4100)
-    keys[every_second], gradients[every_second] = 0, one
-    keys[in_a_row], gradients[in_a_row] = 1, one
+    keys[every_second], gradients[every_second] = 0, normal
+    keys[in_a_row], gradients[in_a_row] = 1, normal
     batch = Batch(single(keys))
     script.update(batch, script.store.find(keys, batch.tables), gradients=[gradients])
     assert (script.store.rows[0].view(np.uint32) == script.store.rows[1].view(np.uint32)).all()
@@ -144,8 +144,8 @@ def update_not_finite(optimizer: int, dim: int = 8, dtype: str = "float32") -> S
     gradients[of[10], 0] = 1e38
     batch = Batch(
         single(keys, 2),
-        fixed(keys, 0, SUM, 1, weights),
-        ragged(keys, 1, MEAN, np.arange(len(keys) + 1)),
+        make_fixed(keys, 0, SUM, 1, weights),
+        make_ragged(keys, 1, MEAN, np.arange(len(keys) + 1)),
     )
     row_ids = script.store.find(batch.keys, batch.tables)
     script.update(batch, row_ids, gradients=[gradients] * 3)
@@ -163,7 +163,7 @@ def update_tiny(optimizer: int) -> Script:
     for state in script.store.states:
         state[:5] = 0
     keys = np.arange(10).repeat(4)
-    batch = Batch(single(keys), fixed(keys, 0, MEAN, 4), fixed(keys, 0, SUM, 2, np.full(40, 1e-3, F32)))
+    batch = Batch(single(keys), make_fixed(keys, 0, MEAN, 4), make_fixed(keys, 0, SUM, 2, np.full(40, 1e-3, F32)))
     row_ids = script.lookup(batch)
     gradients = [script.normal(f.num_bags, 8) * F32(1e-40) for f in batch.features]
     script.update(batch, row_ids, gradients=gradients, learning_rate=0.5 if optimizer == SGD else 1e-20)
@@ -181,12 +181,12 @@ def update_stale(which: str) -> Script:
 
     offsets = [0, 0, 3, 30, 33]
     batches = [
-        Batch(single(keys(33), 0), ragged(keys(40), 1, MEAN, offsets, script.weights(40))),
-        Batch(fixed(keys(30), 1, SQRTN, 3), single(keys(33), 2), ragged(keys(33), 0, SUM, offsets)),
+        Batch(single(keys(33), 0), make_ragged(keys(40), 1, MEAN, offsets, script.weights(40))),
+        Batch(make_fixed(keys(30), 1, SQRTN, 3), single(keys(33), 2), make_ragged(keys(33), 0, SUM, offsets)),
     ]
     row_ids = np.concatenate([script.lookup(batch) for batch in batches])  # the store fills up and refuses keys
     stale = {"none": [], "first": [0], "last": [1], "all": [0, 1]}[which.split("_")[0]]
-    script.update(joined(*batches), row_ids, is_live=[p not in stale for p in range(2)])
+    script.update(join_batches(*batches), row_ids, is_live=[p not in stale for p in range(2)])
     return script
 
 
@@ -196,7 +196,7 @@ def update_stale_zero_sum() -> Script:
     script = Script(slabs=(5, 7, 30), dim=8)
     script.fill(range(10))
     weights = np.array([1, -1, 2, 1, 0, 0], F32)
-    batch = Batch(ragged([1, 2, 3, 4, 5, PADDING_KEY], 0, MEAN, [0, 2, 4, 6], weights))
+    batch = Batch(make_ragged([1, 2, 3, 4, 5, PADDING_KEY], 0, MEAN, [0, 2, 4, 6], weights))
     row_ids = np.where(batch.is_asked, script.store.find(batch.keys, batch.tables), np.uint32(NO_ROW))
     script.update(batch, row_ids, is_live=[False])
     script.update(batch, row_ids)
@@ -229,10 +229,12 @@ def rows16_dims(dtype: str, dim: int) -> Script:
     lengths = (0, 33, 1, 0, 12, 2, 64, 3, 0)
     num_keys = sum(lengths)
     batch = Batch(
-        ragged(hot, 0, SUM, np.r_[0, np.sort(script.rng.integers(0, 1250, 60)), 1250]),
-        single(script.mixed(40, present), 0),
-        ragged(script.mixed(num_keys, present), 1, MEAN, np.r_[0, np.cumsum(lengths)], script.weights(num_keys)),
-        fixed(script.mixed(24, present), 2, SQRTN, 3),
+        make_ragged(hot, 0, SUM, np.r_[0, np.sort(script.rng.integers(0, 1250, 60)), 1250]),
+        single(script.mix_keys(40, present), 0),
+        make_ragged(
+            script.mix_keys(num_keys, present), 1, MEAN, np.r_[0, np.cumsum(lengths)], script.weights(num_keys)
+        ),
+        make_fixed(script.mix_keys(24, present), 2, SQRTN, 3),
     )
     script.lookup_find(batch)
     row_ids = script.lookup(batch)
@@ -271,7 +273,7 @@ def rows16_extremes(dtype: str, rounding: int) -> Script:
     script.store.rows[4:6] = -half.type(largest)
     script.store.rows[11] = -half.type(0)
     keys = np.arange(12)
-    batch = Batch(single(keys), fixed(np.repeat(keys, 2), 0, SUM, 2))
+    batch = Batch(single(keys), make_fixed(np.repeat(keys, 2), 0, SUM, 2))
     row_ids = script.lookup(batch)  # the sum of two largest numbers exceeds the largest
     steps = np.zeros((12, 8), F32)
     # With 0.2 / 64 a sum is between the largest bfloat16, to which it is rounded, and the largest float32.
@@ -288,9 +290,9 @@ def rows16_refused(dtype: str) -> Script:
     """Keys without a row read their rounded initial row, or zeros; so do keys that a full store refuses."""
     script = Script(slabs=(5, 7), dim=7, num_tables=3, dtype=HALVES[dtype])
     script.fill(range(6), np.arange(6) % 3)
-    keys = script.mixed(40, range(6))
+    keys = script.mix_keys(40, range(6))
     batch = Batch(
-        *(single(keys, t, unknown_zeros=t == 1) for t in range(3)), fixed(keys, 0, MEAN, 4, unknown_zeros=True)
+        *(single(keys, t, unknown_zeros=t == 1) for t in range(3)), make_fixed(keys, 0, MEAN, 4, unknown_zeros=True)
     )
     script.lookup_find(batch)
     script.lookup_planned(batch, script.lookup(batch))
@@ -312,7 +314,7 @@ def small_update(optimizer: int) -> Script:
     script = Script(slabs=(5, 7, 50), dim=(8, 7, 72, 33)[optimizer], optimizer=optimizer)
     script.fill(range(20))
     keys = keys_with_uses(script, [1, 2, 33, 1060, 32, 1])
-    batch = joined(Batch(single(keys), ragged(keys[:40], 0, MEAN, [0, 5, 5, 40])), Batch(single(range(20))))
+    batch = join_batches(Batch(single(keys), make_ragged(keys[:40], 0, MEAN, [0, 5, 5, 40])), Batch(single(range(20))))
     gradients = [script.normal(f.num_bags, script.store.dim) for f in batch.features]
     gradients[0][keys == 0] = np.nan
     row_ids = script.store.find(batch.keys, batch.tables)
@@ -325,8 +327,8 @@ def small_rows16(dtype: str) -> Script:
     """Runs every launcher that reads or writes rows, once."""
     script = Script(slabs=(5, 7, 60), dim=12, num_tables=2, optimizer=ADAGRAD, dtype=HALVES[dtype])
     script.fill(range(20))
-    keys = script.mixed(40, range(30))
-    batch = Batch(single(keys, 0), ragged(keys, 1, MEAN, [0, 0, 33, 33, 36]))
+    keys = script.mix_keys(40, range(30))
+    batch = Batch(single(keys, 0), make_ragged(keys, 1, MEAN, [0, 0, 33, 33, 36]))
     script.lookup_find(batch)
     script.update(batch, script.lookup(batch))
     script.find_or_insert(np.arange(50, 60), 1)

@@ -33,12 +33,12 @@ from kernel_model import (
     combine,
     home_buckets,
     hyper_of,
+    make_ragged,
     nearest,
-    placed,
+    place_lines,
     plan,
     plan_requests,
     plan_uses,
-    ragged,
     single,
     sum_uses,
     use_factors,
@@ -245,7 +245,7 @@ class Script:
     def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
         """Plans in both orders. `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard."""
         self._begin()
-        lines, owners = placed(self.store.tables, on), _owners(num_shards, owners)
+        lines, owners = place_lines(self.store.tables, on), _owners(num_shards, owners)
         for by_hash in (False, True):
             statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards, "by_hash": by_hash}
             want = plan_requests(batch, lines, owners, num_shards, by_hash)
@@ -254,7 +254,7 @@ class Script:
     def plan_uses(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
         """Takes the parameters of `plan_requests`."""
         self._begin()
-        lines, owners = placed(self.store.tables, on), _owners(num_shards, owners)
+        lines, owners = place_lines(self.store.tables, on), _owners(num_shards, owners)
         statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards}
         statics |= {"num_bags": sum(f.num_bags for f in batch.features)}
         want = plan_uses(batch, lines, owners, num_shards)
@@ -268,7 +268,7 @@ class Script:
         row_ids = np.broadcast_to(np.asarray(row_ids, np.int64), keys.shape).astype(np.uint32)
         uses = np.broadcast_to(np.asarray(uses, np.int64), keys.shape)
         requests = np.concatenate([words(keys), tables[:, None], uses[:, None]], axis=1).astype(np.uint32)
-        lines = placed(store.tables, None, unknown_zeros)
+        lines = place_lines(store.tables, None, unknown_zeros)
         is_real = (keys != U64(PADDING_KEY)) & (tables < store.num_tables)
         is_known = is_real & (row_ids < store.capacity)
         is_absent = is_real & ~is_known
@@ -299,7 +299,7 @@ class Script:
         if clock is not None:
             ends = np.cumsum(self.store.slabs)[:-1]
             before = self._statistics()
-            after = self.store.noted(batch, before, clock)
+            after = self.store.note_lookup(batch, before, clock)
             inputs |= {"clock": np.array(clock, np.uint32), "statistics": tuple(np.split(before, ends))}
             want["statistics"] = tuple(np.split(after, ends))
         self._add("lookup", inputs, statics, want, batch=batch, values=self.store.row_values(batch, row_ids))
@@ -321,16 +321,16 @@ class Script:
         """
         self._begin()
         store = self.store
-        lines = None if unknown_zeros is None else placed(store.refused, None, unknown_zeros)
+        lines = None if unknown_zeros is None else place_lines(store.refused, None, unknown_zeros)
         embeddings, counts = store.lookup_planned(batch, row_ids, lines)
         inputs = {**batch.operands(), "seed": store.seed, "row_ids": row_ids}
         passed = batch
         if lines is not None:
             inputs["table_ids"] = batch.tables.astype(np.uint32)
             passed = without_tables(batch)
-        embeddings = _shared(embeddings, num_sharing)
+        embeddings = _share(embeddings, num_sharing)
         statics = {**self._tables(store.refused if lines is None else lines), **_features(passed)}
-        statics |= {**self._embeddings(batch), "shapes": tuple(one.shape for one in embeddings)}
+        statics |= {**self._embeddings(batch), "shapes": tuple(rows.shape for rows in embeddings)}
         self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
     def update(
@@ -362,7 +362,7 @@ class Script:
         before = (store.rows.copy(), [state.copy() for state in store.states])
         nonfinite, stale = store.update(batch, row_ids, gradients, is_live, hyper, row_gradient, rounding, num_steps)
         inputs = {**batch.operands(), "row_ids": row_ids, "hyper": hyper}
-        inputs["gradients"] = _shared(gradients, num_sharing)
+        inputs["gradients"] = _share(gradients, num_sharing)
         inputs |= {"seed": store.seed, "step": np.array(num_steps, np.uint32), "table_ids": np.zeros(0, np.uint32)}
         passed = batch
         if tables_apart:
@@ -435,7 +435,7 @@ class Script:
         """Returns keys that no other part of a script uses, if it has another `low`."""
         return (U64(low) + self.rng.permutation(4 * num + 4)[:num].astype(np.uint64) * U64(0x100000001)).astype(U64)
 
-    def mixed(self, num: int, present) -> np.ndarray:
+    def mix_keys(self, num: int, present) -> np.ndarray:
         """Returns keys with rows and new keys, some repeated, with padding."""
         rng = self.rng
         pool = np.concatenate([as_keys(present), self.distinct(num // 3 + 1)])
@@ -473,7 +473,7 @@ def _owners(num_shards: int, owners=None) -> np.ndarray:
     return np.broadcast_to(np.asarray(owners, np.uint32), NUM_PARTITIONS)
 
 
-def _shared(arrays: list[np.ndarray], num_sharing: int) -> list[np.ndarray]:
+def _share(arrays: list[np.ndarray], num_sharing: int) -> list[np.ndarray]:
     """Joins the arrays of so many neighbouring features."""
     if num_sharing == 1:
         return arrays
@@ -571,12 +571,12 @@ KINDS: dict[str, Callable[[Script, int], tuple[Keys, Keys]]] = {
 def batch_with_loose_ends(keys) -> Batch:
     """Returns a batch with positions before the first bag, after the last bag, and without any bag."""
     return Batch(
-        ragged(keys(64, 5, 40), 0, MEAN, [5, 10, 10, 33, 40]),
+        make_ragged(keys(64, 5, 40), 0, MEAN, [5, 10, 10, 33, 40]),
         single(keys(5, 0, 5), 1),
-        ragged(keys(64, 0, 1), 1, SUM, [0, 1]),
-        ragged(keys(64, 64, 64), 2, SQRTN, [64]),
-        ragged(keys(64, 60, 64), 2, SUM, [60, 64, 64], np.full(64, 0.5, F32)),
-        ragged(keys(300, 7, 290), 0, MEAN, np.r_[np.full(300, 7), 290]),
+        make_ragged(keys(64, 0, 1), 1, SUM, [0, 1]),
+        make_ragged(keys(64, 64, 64), 2, SQRTN, [64]),
+        make_ragged(keys(64, 60, 64), 2, SUM, [60, 64, 64], np.full(64, 0.5, F32)),
+        make_ragged(keys(300, 7, 290), 0, MEAN, np.r_[np.full(300, 7), 290]),
     )
 
 

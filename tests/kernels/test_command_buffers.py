@@ -79,7 +79,7 @@ _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _kept = []  # objects that ctypes would otherwise free
 
 
-def listened(handler, answers, name, *, is_marking):
+def listen(handler, answers, name, *, is_marking):
     """Returns a handler that records its answer when XLA queries its marks, and adds a mark if asked."""
     inner = _HANDLER(ctypes.cast(handler, ctypes.c_void_p).value)
 
@@ -101,8 +101,8 @@ def test_handlers_of_cuda_are_marked():
     """In the built library all CUDA handlers except the eager ones are marked; CPU handlers are not."""
     if not library.library_path("cuda").exists():
         pytest.skip("the CUDA library is not built")
-    assert compiled("marked")["marks"] == MARKS
-    assert compiled("unmarked")["marks"] == {name: 0 for name, _ in library.TARGETS}
+    assert compile_case("marked")["marks"] == MARKS
+    assert compile_case("unmarked")["marks"] == {name: 0 for name, _ in library.TARGETS}
 
 
 def test_all_handlers_of_cuda_are_defined_with_the_mark():
@@ -151,14 +151,14 @@ def test_sequences_are_read():
     ]
 
 
-def planned(features, abstract, collection, **sizes):
+def plan_shapes(features, abstract, collection, **sizes):
     """Returns the shapes of a plan."""
     return jax.tree.map(abstract, jax.eval_shape(functools.partial(collection.plan, **sizes), features))
 
 
 def single_cases(abstract):
     """Returns name -> (function of a donated state, arguments) with the targets of one device."""
-    collection = compiled_cases.declared()
+    collection = compiled_cases.declare()
     state = jax.tree.map(abstract, collection.init(seed=0))
     features = jax.tree.map(abstract, compiled_cases.features_of(collection))
     cases = {
@@ -166,7 +166,7 @@ def single_cases(abstract):
         for name, (function, arguments) in compiled_cases.cases(collection).items()
         if name in ("train step", "two lookups", "scan", "find and step", "erase")
     }
-    asked = planned(features, abstract, collection)
+    asked = plan_shapes(features, abstract, collection)
     return (
         cases
         | {
@@ -174,7 +174,7 @@ def single_cases(abstract):
             "planned step": (programs.train_step(collection), (state, asked)),
             "find": (collection.find, (state, features)),
             "plan": (collection.plan, (features,)),
-            "combine": (combined, (abstract(jnp.zeros((8, 4))), abstract(np.zeros(9, np.int32)))),
+            "combine": (combine_both_ways, (abstract(jnp.zeros((8, 4))), abstract(np.zeros(9, np.int32)))),
             "rebuild": (
                 lambda counters, records: table_door.rebuild(counters, records, 1 << 13),
                 (state.stores[0].counters, state.stores[0].records),
@@ -260,7 +260,7 @@ def tier_cases(abstract):
     }
 
 
-def combined(rows, inverse):
+def combine_both_ways(rows, inverse):
     """Computes both directions between rows and bags of three."""
     offsets = jnp.arange(0, 10, 3, dtype=jnp.int32)
     bags = combine_module.combine(rows, inverse, offsets, "sum")
@@ -275,7 +275,9 @@ def sharded_cases(mesh, abstract):
     collection = jaxsok.Collection(on_cpu.tables, on_cpu.features, mesh=mesh, axis="data")
     state = jax.tree.map(abstract, on_cpu.init(seed=0))
     features = jax.tree.map(abstract, compiled_cases.features_over_eight())
-    asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16,) * 3)
+    asked = plan_shapes(
+        features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16,) * 3
+    )
     step = programs.train_step(collection)
     # Windows of devices that are not there: the calls only name them.
     numbered = windows.Windows("gpu", 0, compiled_cases.NUM_SHARDS)
@@ -283,7 +285,7 @@ def sharded_cases(mesh, abstract):
     with unittest.mock.patch.object(strategy, "windows_of", lambda shards, wire: numbered):
         with_windows = jaxsok.Collection(summing, on_cpu.features, mesh=mesh, axis="data")
 
-    def windowed(function):
+    def make_windowed(function):
         def call(*args):
             with unittest.mock.patch.object(windows.Windows, "reserve", lambda self, num_bytes: None):
                 return function(*args)
@@ -292,12 +294,12 @@ def sharded_cases(mesh, abstract):
 
     # Room for all keys: else steps of bags with divisors take the dense wire.
     plan_of_windows = functools.partial(with_windows.plan, send_capacity=(512,) * 3)
-    all_asked = planned(
+    all_asked = plan_shapes(
         features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(512,) * 3
     )
     return {
-        "eight devices, windows": (windowed(programs.train_step(with_windows)), (state, all_asked)),
-        "eight devices, windows, plan": (windowed(plan_of_windows), (features,)),
+        "eight devices, windows": (make_windowed(programs.train_step(with_windows)), (state, all_asked)),
+        "eight devices, windows, plan": (make_windowed(plan_of_windows), (features,)),
         "eight devices, planned": (step, (state, asked)),
         "eight devices, rounds": (step, (state, features)),
         "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16,) * 3), (features,)),
@@ -338,7 +340,7 @@ def compile_for_h200(marks):
     answers = {}
     for name, symbol in library.TARGETS:
         is_marking = marks == "marked" and not is_built and name not in EAGER
-        handler = listened(getattr(handlers, symbol), answers, name, is_marking=is_marking)
+        handler = listen(getattr(handlers, symbol), answers, name, is_marking=is_marking)
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
     def mesh_of(num_devices):
@@ -346,10 +348,10 @@ def compile_for_h200(marks):
         topology = topologies.get_topology_desc(platform="cuda", target_config=compiled_cases.H200, topology=shape)
         return Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
 
-    one, eight = mesh_of(1), mesh_of(compiled_cases.NUM_SHARDS)
+    single, eight = mesh_of(1), mesh_of(compiled_cases.NUM_SHARDS)
 
     def on_one(leaf):
-        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(one, PartitionSpec()))
+        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(single, PartitionSpec()))
 
     def on_eight(leaf, spec=None):
         spec = leaf.sharding.spec if spec is None else spec
@@ -375,7 +377,7 @@ def compile_for_h200(marks):
 
 
 @functools.cache
-def compiled(marks):
+def compile_case(marks):
     """Returns the results of `compile_for_h200`; skips if it cannot run."""
     reason = compiled_cases.missing_wheels()
     if reason is not None:
@@ -405,7 +407,7 @@ def split(thunks):
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_program_of_one_device_is_one_command_buffer(name):
     """With XLA's defaults one graph has the whole step and all of our calls; in a scan, each iteration."""
-    thunks, targets = compiled("marked")["cases"][name]
+    thunks, targets = compile_case("marked")["cases"][name]
     inside, outside = split(thunks)
     assert targets and all(target.startswith("jaxsok_") for target in targets)
     assert len(inside) == len(targets) and not outside
@@ -422,7 +424,7 @@ def test_counts_cost_one_kernel():
     A step has one more kernel, which adds up refused keys. Tickets add no kernel and no copy of open tickets.
     """
     for name, num_kernels in (("find", 1), ("bare step", 3 + 1)):
-        thunks, _ = compiled("marked")["cases"][name]
+        thunks, _ = compile_case("marked")["cases"][name]
         others = [kind for kind, _ in thunks if kind not in ("kCommandBuffer", "kCustomCall", "kCopy")]
         assert others == ["kCustomKernel"] * num_kernels, name
 
@@ -430,7 +432,7 @@ def test_counts_cost_one_kernel():
 @pytest.mark.parametrize("name", SMALL + SHARDED)
 def test_every_call_is_captured(name):
     """If XLA also captures the smallest graphs, all of our calls are captured, between collectives."""
-    thunks, targets = compiled("marked")["cases"][name]
+    thunks, targets = compile_case("marked")["cases"][name]
     inside, outside = split(thunks)
     # Threads meet once in a program, whichever of its calls ask for it.
     num_meetings = targets.count("jaxsok_window_meet")
@@ -440,7 +442,7 @@ def test_every_call_is_captured(name):
 
 def test_what_is_moved_ahead_stays_outside():
     """A step that looks up ahead has two such calls, and the second runs in parallel with the later calls."""
-    thunks, targets = compiled("marked")["cases"]["tiered step ahead"]
+    thunks, targets = compile_case("marked")["cases"]["tiered step ahead"]
     inside, outside = split(thunks)
     eager = [target for target in targets if target in EAGER]
     assert sorted(eager) == ["jaxsok_tier_read_ahead", "jaxsok_tier_write_ahead"] and len(outside) == len(eager)
@@ -449,13 +451,13 @@ def test_what_is_moved_ahead_stays_outside():
 
 def test_every_target_is_among_the_cases():
     """The tests above therefore cover all marked handlers."""
-    seen = {target for _, targets in compiled("marked")["cases"].values() for target in targets}
+    seen = {target for _, targets in compile_case("marked")["cases"].values() for target in targets}
     assert seen >= {name for name, mark in MARKS.items() if mark}
 
 
 def test_without_marks_calls_stay_outside():
     """The tests above can fail. Each of the two stores has a lookup and an update; a ticket is made and redeemed."""
-    thunks, targets = compiled("unmarked")["cases"]["train step"]
+    thunks, targets = compile_case("unmarked")["cases"]["train step"]
     inside, outside = split(thunks)
     calls = ["jaxsok_lookup", "jaxsok_update"] * 2 + ["jaxsok_tickets_issue", "jaxsok_tickets_redeem"]
     assert len(outside) == len(targets) and sorted(targets) == sorted(calls) and not inside

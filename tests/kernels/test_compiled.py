@@ -22,7 +22,7 @@ from compiled_cases import (
     SHARDED_BYTES,
     addresses,
     cases,
-    declared,
+    declare,
     declared_over_eight,
     features_of,
     features_over_eight,
@@ -48,7 +48,7 @@ def state_bytes(state):
 @functools.cache
 def compiled_case(name, capacity=CAPACITY, **more):
     """Returns one case, compiled for the default backend, and the bytes of its state."""
-    collection = declared(capacity, **more)
+    collection = declare(capacity, **more)
     state = collection.init(seed=0)
     function, arguments = cases(collection)[name]
     return jax.jit(function, donate_argnums=0).lower(state, *arguments).compile(), state_bytes(state)
@@ -66,7 +66,7 @@ def skip_where_xla_drops_barriers(name):
 
 def test_the_helper_sees_a_copy():
     """A table that is not donated must be copied, and the search finds the copy; so a negative result is meaningful."""
-    collection = declared()
+    collection = declare()
     state = collection.init(seed=0)
     step = programs.train_step(collection)
     text = jax.jit(step).lower(state, features_of(collection)).compile().as_text()
@@ -134,7 +134,7 @@ def test_a_call_a_store_for_lookup_and_one_for_update(name, wanted):
 
 def test_one_program_serves_all_batches():
     """Other contents of the same shapes cause no compilation."""
-    collection = declared()
+    collection = declare()
     step = jax.jit(programs.train_step(collection), donate_argnums=0)
     state = collection.init(seed=0)
     for seed in range(3):
@@ -219,16 +219,16 @@ def sharded_case(name):
     collection = declared_over_eight()
     path, _, kind = name.partition(", ")
 
-    def asked(seed):
+    def make_request(seed):
         features = features_over_eight(seed)
         return features if path == "rounds" else collection.plan(features, send_capacity=(16,) * 3)
 
     if kind == "scan":
-        return scan_of_steps(collection), (stacked_on_devices(asked(0), asked(1)),)
+        return scan_of_steps(collection), (stacked_on_devices(make_request(0), make_request(1)),)
     if kind == "two plans":
-        return two_lookups(collection), (asked(0), asked(1))
+        return two_lookups(collection), (make_request(0), make_request(1))
     make = {"step": programs.train_step, "linear loss": linear_step}[kind]
-    return make(collection), (asked(0),)
+    return make(collection), (make_request(0),)
 
 
 @functools.cache
@@ -327,7 +327,7 @@ def compile_for_h200():
 
     results = {}
     for capacity, more in ((CAPACITY, {}), (16 * CAPACITY, {}), (CAPACITY, {"statistics": True})):
-        collection = declared(capacity, **more)
+        collection = declare(capacity, **more)
         state = collection.init(seed=0)
         for name, (function, arguments) in cases(collection).items():
             if (capacity > CAPACITY and name not in ("train step", "scan")) or (more and name not in KEPT_CASES):

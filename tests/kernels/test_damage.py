@@ -70,7 +70,7 @@ def batch_of(collection, keys):
 
 
 @functools.cache
-def seasoned(kind):
+def season(kind):
     """Returns the leaves of a state with rows of both tables, waiting keys, freed rows and, if plain, two slabs."""
     collection = collection_of(kind)
     state = collection.init(seed=0, salt=1)
@@ -85,7 +85,7 @@ def seasoned(kind):
     return jax.tree.map(np.asarray, state)
 
 
-def copied(state):
+def copy_state(state):
     """Copies the state into new buffers, which may be donated."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
 
@@ -107,9 +107,9 @@ def step(collection, state, features):
     return programs.update(collection)(state, plan, embeddings)
 
 
-def planned(collection, state, features):
+def run_planned(collection, state, features):
     """Looks up and updates with a plan made before, whose rows are those of the undamaged state."""
-    embeddings, _, plan = lookup(collection, copied(seasoned(kind_of(collection))), features)
+    embeddings, _, plan = lookup(collection, copy_state(season(kind_of(collection))), features)
     return lookup(collection, state, plan), programs.update(collection)(state, plan, embeddings)
 
 
@@ -135,7 +135,7 @@ OPS = {
     "lookup": lookup,
     "find": find,
     "step": step,
-    "planned": planned,
+    "planned": run_planned,
     "rebuild": rebuild,
     "remade": remade,
     "evict": evict,
@@ -159,7 +159,7 @@ def kind_of(collection):
 def survive(op, collection, state, features):
     """Runs an op to its end; returns the message of its refusal, or its result."""
     try:
-        return jax.block_until_ready(OPS[op](collection, copied(state), features))
+        return jax.block_until_ready(OPS[op](collection, copy_state(state), features))
     except REFUSALS as error:
         return str(error)
 
@@ -209,7 +209,7 @@ def uses_of(leaves):
     return [i for i, (path, _) in enumerate(leaves) if ".rows" not in path or ".table_rows" in path]
 
 
-def damaged(data, tree):
+def damage_arrays(data, tree):
     """Returns a tree of arrays with random words in some of them."""
     leaves, structure = jax.tree.flatten(tree)
     paths = programs.state_leaves(tree)
@@ -231,7 +231,7 @@ asked = st.lists(st.integers(0, 40), min_size=1, max_size=16)
 @given(data=st.data())
 def test_no_op_crashes_on_a_damaged_state(kind, data):
     """Every op runs on a state with random words in any of its arrays, each on the same damaged state."""
-    collection, state = collection_of(kind), damaged(data, seasoned(kind))
+    collection, state = collection_of(kind), damage_arrays(data, season(kind))
     features = batch_of(collection, data.draw(asked)).features
     for op in OPS:
         survive(op, collection, state, features)
@@ -240,7 +240,7 @@ def test_no_op_crashes_on_a_damaged_state(kind, data):
 @functools.cache
 def frozen(dtype):
     """Returns frozen tables of the plain state."""
-    tables = freeze(collection_of("plain"), copied(seasoned("plain")), dtype=dtype)
+    tables = freeze(collection_of("plain"), copy_state(season("plain")), dtype=dtype)
     return jax.tree.map(np.asarray, tables)
 
 
@@ -260,7 +260,7 @@ def frozen_lookup():
 def test_no_lookup_crashes_on_damaged_frozen_tables(dtype, data):
     """Lookups in damaged serving tables do not crash either."""
     words = keys_lib.to_words(np.resize(np.array(data.draw(asked), np.uint64), NUM_KEYS))
-    for tables in (frozen(dtype), damaged(data, frozen(dtype))):
+    for tables in (frozen(dtype), damage_arrays(data, frozen(dtype))):
         try:
             jax.block_until_ready(frozen_lookup()(tables, words))
         except REFUSALS:
@@ -272,7 +272,7 @@ def test_no_lookup_crashes_on_damaged_frozen_tables(dtype, data):
 def test_every_op_takes_a_state_that_nothing_damaged(kind, op):
     """The ops above succeed on an undamaged state, so what they refuse is damage."""
     collection = collection_of(kind)
-    result = survive(op, collection, seasoned(kind), batch_of(collection, np.arange(12)).features)
+    result = survive(op, collection, season(kind), batch_of(collection, np.arange(12)).features)
     assert not isinstance(result, str), result
 
 
@@ -293,7 +293,7 @@ def with_counter(state, **values):
     return with_store(state, counters=counters)
 
 
-def refused(state, op="lookup", kind="plain"):
+def refusal_of(state, op="lookup", kind="plain"):
     """Returns how an op refuses a state, for NUM_KEYS keys without a row."""
     collection = collection_of(kind)
     message = survive(op, collection, state, batch_of(collection, np.arange(100, 100 + NUM_KEYS)).features)
@@ -319,7 +319,7 @@ cpu_only = pytest.mark.skipif(not ON_CPU, reason="on a GPU a handler cannot look
 )
 def test_impossible_counters_are_refused(op, values):
     """The message names the op, the argument, the numbers and the remedy."""
-    message = refused(with_counter(seasoned("plain"), **values), op)
+    message = refusal_of(with_counter(season("plain"), **values), op)
     assert re.search(r"(table|lookup|evict)\w*: counters: got the free rows \d+ to \d+ of \d+ rows handed out", message)
     assert "restore it from a checkpoint" in message
 
@@ -328,19 +328,19 @@ def test_impossible_counters_are_refused(op, values):
 @pytest.mark.parametrize("word", [CAPACITY * 10, 2**32 - 1, 0], ids=["beyond", "none", "in use"])
 def test_a_damaged_list_of_freed_rows_is_refused(word):
     """Rows beyond the capacity and rows that have a key are refused: the latter would make two keys share a row."""
-    state = seasoned("plain")
+    state = season("plain")
     records = [slab.copy() for slab in state.stores[0].records]
     (used,) = np.nonzero((records[0][:, :2] != 2**32 - 1).any(1))
     for slab in records:
         slab[:, 3] = word if word else np.resize(used, len(slab))  # ascending, as for freed rows
-    assert "lookup: records: got a list of freed rows" in refused(with_store(state, records=tuple(records)))
+    assert "lookup: records: got a list of freed rows" in refusal_of(with_store(state, records=tuple(records)))
 
 
 @cpu_only
 @pytest.mark.parametrize("op", ["lookup", "find", "evict"])
 def test_an_entry_of_a_row_beyond_the_capacity_is_refused(op):
     """The entries of a scaled index, for example, refer to rows that do not exist."""
-    state = seasoned("plain")
+    state = season("plain")
     index = state.stores[0].index.copy().reshape(-1, 4)
     index[(index[:, :2] != 2**32 - 1).any(1), 2] += 10**6
     collection = collection_of("plain")
@@ -350,7 +350,7 @@ def test_an_entry_of_a_row_beyond_the_capacity_is_refused(op):
     assert isinstance(message, str) and re.search(r"(lookup|evict)\w*: index: got an entry of a row", message)
 
 
-def sliced(store, name, *slices):
+def slice_arrays(store, name, *slices):
     """Returns a store with every array of a name sliced."""
     return dataclasses.replace(store, **{name: jax.tree.map(lambda array: array[slices], getattr(store, name))})
 
@@ -374,13 +374,13 @@ def sliced(store, name, *slices):
 )
 def test_arrays_of_another_shape_are_refused(kind, op, name, slices, message):
     """If every array of a kind is sliced, handlers check the shapes on both back ends."""
-    state = seasoned(kind)
-    state = dataclasses.replace(state, stores=(sliced(state.stores[0], name, *slices),))
+    state = season(kind)
+    state = dataclasses.replace(state, stores=(slice_arrays(state.stores[0], name, *slices),))
     if name == "bloom" and jax.default_backend() == "gpu":
         # The required number of counters is in the device's memory: the kernels use only the existing ones.
         survive(op, collection_of(kind), state, batch_of(collection_of(kind), np.arange(NUM_KEYS)).features)
         return
-    assert message in refused(state, op, kind)
+    assert message in refusal_of(state, op, kind)
 
 
 def test_too_many_slabs_are_refused():

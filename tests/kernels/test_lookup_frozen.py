@@ -102,13 +102,13 @@ def all_kinds(rng, frozen: Frozen, num_bags=9) -> kernel_model.Batch:
     offsets = np.sort(rng.integers(0, num_ragged + 1, num_bags + 1))
     return kernel_model.Batch(
         kernel_model.single(draw(0, num_bags), 0),
-        kernel_model.fixed(draw(last, 3 * num_bags), last, SUM, 3),
-        kernel_model.ragged(draw(0, num_ragged), 0, MEAN, offsets),
+        kernel_model.make_fixed(draw(last, 3 * num_bags), last, SUM, 3),
+        kernel_model.make_ragged(draw(0, num_ragged), 0, MEAN, offsets),
         kernel_model.single(draw(0, 5), 0),
-        kernel_model.fixed(draw(last, 2 * num_bags), last, SQRTN, 2, weights_of(rng, 2 * num_bags)),
-        kernel_model.ragged(draw(last, num_ragged), last, MEAN, offsets, weights_of(rng, num_ragged)),
+        kernel_model.make_fixed(draw(last, 2 * num_bags), last, SQRTN, 2, weights_of(rng, 2 * num_bags)),
+        kernel_model.make_ragged(draw(last, num_ragged), last, MEAN, offsets, weights_of(rng, num_ragged)),
         kernel_model.single(draw(last, num_bags), last, unknown_zeros=True),
-        kernel_model.fixed(draw(0, 70), 0, SUM, 70, unknown_zeros=True),
+        kernel_model.make_fixed(draw(0, 70), 0, SUM, 70, unknown_zeros=True),
     )
 
 
@@ -154,7 +154,7 @@ def run(stores: list[FrozenOperands], back_end: str = "cpu"):
         return lookup.lookup_frozen([dataclasses.replace(s, **a) for s, a in zip(stores, arrays, strict=True)], seed)
 
     counts, embeddings = call(*jax.device_put((arrays, SEED), device_of(back_end)))
-    return np.asarray(counts), [[np.asarray(one) for one in of_store] for of_store in embeddings]
+    return np.asarray(counts), [[np.asarray(array) for array in of_store] for of_store in embeddings]
 
 
 def assert_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
@@ -172,8 +172,8 @@ def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embe
     for s, ((frozen, batch), got) in enumerate(zip(given, embeddings, strict=True)):
         want, of_store = frozen.model.lookup_find(batch)
         want_counts.append(of_store)
-        for f, (one, expected) in enumerate(zip(got, want, strict=True)):
-            assert_bits(one, expected, f"store {s}, {frozen.rows.dtype}[{frozen.model.dim}], feature {f}")
+        for f, (array, expected) in enumerate(zip(got, want, strict=True)):
+            assert_bits(array, expected, f"store {s}, {frozen.rows.dtype}[{frozen.model.dim}], feature {f}")
     np.testing.assert_array_equal(counts, np.concatenate(want_counts))
 
 
@@ -193,7 +193,7 @@ def mixed() -> list[tuple[Frozen, kernel_model.Batch]]:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_mixed(mixed, back_end):
     """Ten stores of five dtypes in one call give the model's bits, with missing keys, padding, weights and all bags."""
-    counts, embeddings = run([operands(*one) for one in mixed], back_end)
+    counts, embeddings = run([operands(*store) for store in mixed], back_end)
     assert_as_model(mixed, counts, embeddings)
     assert (counts[:, [kernel_model.FOUND, kernel_model.MISSING, kernel_model.PADDED]].sum(axis=0) > 0).all()
 
@@ -201,12 +201,12 @@ def test_mixed(mixed, back_end):
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_fused_is_unfused(mixed, back_end):
     """One call for all stores and one per store give the same bits."""
-    fused_counts, fused = run([operands(*one) for one in mixed], back_end)
-    apart = [run([operands(*one)], back_end) for one in mixed]
+    fused_counts, fused = run([operands(*store) for store in mixed], back_end)
+    apart = [run([operands(*store)], back_end) for store in mixed]
     np.testing.assert_array_equal(fused_counts, np.concatenate([counts for counts, _ in apart]))
     for got, (_, (want,)) in zip(fused, apart, strict=True):
-        for one, other in zip(got, want, strict=True):
-            assert_bits(one, other)
+        for array, other in zip(got, want, strict=True):
+            assert_bits(array, other)
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -220,7 +220,7 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
     for dim in (12, 3):
         store = frozen_store(rng, dtype, dim)
         given.append((store, all_kinds(rng, store)))
-    stores = [operands(*one, embedding_dtype) for one in given]
+    stores = [operands(*store, embedding_dtype) for store in given]
     counts, embeddings = run(stores, back_end)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -239,8 +239,8 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
         arrays = {name: getattr(store, name) for name in ARRAYS}
         of_store, want = find(jax.device_put(arrays, device_of(back_end)), s)
         want_counts.append(of_store)
-        for got, one in zip(embeddings[s], want, strict=True):
-            assert_bits(got, np.asarray(one))
+        for got, array in zip(embeddings[s], want, strict=True):
+            assert_bits(got, np.asarray(array))
     np.testing.assert_array_equal(counts, np.concatenate(want_counts))
 
 
@@ -255,7 +255,7 @@ def test_dims(dims, back_end):
     rng = np.random.default_rng(3)
     stores = [frozen_store(rng, dtype, dim, num_keys=20) for dtype in (INT8, FP8) for dim in dims]
     given = [(store, all_kinds(rng, store, num_bags=4)) for store in stores]
-    assert_as_model(given, *run([operands(*one) for one in given], back_end))
+    assert_as_model(given, *run([operands(*store) for store in given], back_end))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -269,7 +269,7 @@ def test_all_codes(dtype, dim, back_end):
     codes = (np.arange(256)[:, None] + np.arange(dim)).astype(np.uint8).view(dtype)
     store = Frozen(model, codes, np.ones(256, F32), keys, np.zeros(256, np.int64))
     batch = kernel_model.Batch(
-        kernel_model.single(keys), kernel_model.fixed(keys, 0, SUM, 1), kernel_model.fixed(keys, 0, SUM, 2)
+        kernel_model.single(keys), kernel_model.make_fixed(keys, 0, SUM, 1), kernel_model.make_fixed(keys, 0, SUM, 2)
     )
     _, ((rows, sums, pairs),) = run([operands(store, batch)], back_end)
     want = codes.astype(F32)
@@ -288,7 +288,7 @@ def test_one_rounding(back_end):
     model.find_or_insert(keys, np.zeros(1, np.int64), np.ones(1, bool))
     numbers, scales = np.full((4, 4), 113, np.int8), np.full(4, 1 / 3, F32)
     weights = np.random.default_rng(0).standard_normal(50).astype(F32)
-    batch = kernel_model.Batch(kernel_model.fixed(keys.repeat(50), 0, SUM, 1, weights))
+    batch = kernel_model.Batch(kernel_model.make_fixed(keys.repeat(50), 0, SUM, 1, weights))
     _, ((got,),) = run([operands(Frozen(model, numbers, scales, keys, np.zeros(1)), batch)], back_end)
     value = F32(113) * scales[0]
     want = weights * value
@@ -307,11 +307,11 @@ def test_default_is_not_rounded(back_end):
         store.model.tables[0, 2:5] = kernel_model.CONSTANT, default.view(np.uint32), 0
         stores.append(store)
     missing = kernel_model.as_keys([77, 78, 79])
-    batch = kernel_model.Batch(kernel_model.single(missing), kernel_model.fixed(missing, 0, MEAN, 1))
+    batch = kernel_model.Batch(kernel_model.single(missing), kernel_model.make_fixed(missing, 0, MEAN, 1))
     counts, embeddings = run([operands(store, batch) for store in stores], back_end)
     for of_store in embeddings:
-        for one in of_store:
-            assert_bits(one, np.full((3, 6), default))
+        for array in of_store:
+            assert_bits(array, np.full((3, 6), default))
     np.testing.assert_array_equal(counts[:, kernel_model.MISSING], [6, 6])
 
 
@@ -322,7 +322,7 @@ def test_hundred_tables(back_end):
     store, idle = frozen_store(rng, F32, 16, num_tables=100, num_keys=900), frozen_store(rng, INT8, 8)
     batch = kernel_model.Batch(*(kernel_model.single(some_keys(rng, store, t, 13), t) for t in range(100)))
     given = [(idle, kernel_model.Batch()), (store, batch)]
-    counts, embeddings = run([operands(*one) for one in given], back_end)
+    counts, embeddings = run([operands(*store) for store in given], back_end)
     assert_as_model(given, counts, embeddings)
     assert not counts[:2].any() and (counts[2:].sum(axis=1) == 13).all()
 
@@ -336,9 +336,9 @@ def test_many_tiles(dtype, back_end):
     draw = functools.partial(some_keys, rng, store)
     batch = kernel_model.Batch(
         kernel_model.single(draw(0, 600), 0),
-        kernel_model.fixed(draw(1, 1030), 1, SUM, 2),
+        kernel_model.make_fixed(draw(1, 1030), 1, SUM, 2),
         kernel_model.single(draw(1, 1), 1),
-        kernel_model.ragged(draw(0, 900), 0, MEAN, np.sort(rng.integers(0, 901, 258))),
+        kernel_model.make_ragged(draw(0, 900), 0, MEAN, np.sort(rng.integers(0, 901, 258))),
         kernel_model.single(draw(1, 256), 1),
     )
     assert_as_model([(store, batch)], *run([operands(store, batch)], back_end))
@@ -354,14 +354,14 @@ def test_empty_features(dtype, has_tiles, back_end):
     draw, none = functools.partial(some_keys, rng, store), np.zeros(0, np.uint64)
     batch = kernel_model.Batch(
         kernel_model.single(none, 0),
-        kernel_model.ragged(draw(0, 700), 0, SUM, [0]),  # keys without any bag: padding
+        kernel_model.make_ragged(draw(0, 700), 0, SUM, [0]),  # keys without any bag: padding
         kernel_model.single(draw(1, 300), 1),
         kernel_model.single(none, 1),
-        kernel_model.ragged(draw(1, 20), 1, MEAN, [5] * 8),  # empty bags
-        kernel_model.fixed(none, 0, SUM, 3),
-        kernel_model.ragged(draw(0, 900), 0, SUM, [300, 310, 310, 600]),
+        kernel_model.make_ragged(draw(1, 20), 1, MEAN, [5] * 8),  # empty bags
+        kernel_model.make_fixed(none, 0, SUM, 3),
+        kernel_model.make_ragged(draw(0, 900), 0, SUM, [300, 310, 310, 600]),
         kernel_model.single(none, 0),
-        kernel_model.fixed(none, 1, SUM, 2),
+        kernel_model.make_fixed(none, 1, SUM, 2),
     )
     words = words_of(batch)
     if has_tiles:
@@ -379,29 +379,29 @@ def test_empty_batch(back_end):
     for features in (
         (),
         (kernel_model.single(none),),
-        (kernel_model.single(none, 1), kernel_model.ragged(none, 0, SUM, [0, 0, 0])),
+        (kernel_model.single(none, 1), kernel_model.make_ragged(none, 0, SUM, [0, 0, 0])),
     ):
         given = [(store, kernel_model.Batch(*features))]
-        assert_as_model(given, *run([operands(*one) for one in given], back_end))
+        assert_as_model(given, *run([operands(*store) for store in given], back_end))
 
 
 @functools.cache
-def drawn_store(dtype) -> Frozen:
+def draw_store(dtype) -> Frozen:
     return frozen_store(np.random.default_rng(9), dtype, 6, num_tables=2)
 
 
 @functools.cache
-def drawn_call(back_end: str):
+def compile_call(back_end: str):
     """Returns one compilation for all examples: features, offsets and weights are operands."""
-    stores = [drawn_store(INT8), drawn_store(FP8)]
+    stores = [draw_store(INT8), draw_store(FP8)]
 
     @jax.jit
     def call(batches, seed):
         given = []
         for store, batch in zip(stores, batches, strict=True):
-            one = operands(store, kernel_model.Batch())
+            operand = operands(store, kernel_model.Batch())
             shapes = [(6, 6), (6, 6), (4, 6)]
-            given.append(dataclasses.replace(one, batch=batch, embedding_shapes=shapes, kinds=3))
+            given.append(dataclasses.replace(operand, batch=batch, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, seed)
 
     return lambda batches: call(*jax.device_put((batches, SEED), device_of(back_end)))
@@ -413,7 +413,7 @@ def test_any_batch(back_end, data):
     """Any keys, offsets, weights, combiners and tables give the model's bits."""
     given, batches = [], []
     for dtype in (INT8, FP8):
-        store = drawn_store(dtype)
+        store = draw_store(dtype)
         key = st.sampled_from((*store.keys.tolist()[:12], 2**62 + 1, 2**62 + 2, PADDING_KEY))
 
         def draw(num, key=key):
@@ -424,14 +424,14 @@ def test_any_batch(back_end, data):
         weights = np.array(data.draw(st.lists(st.sampled_from((-1.5, 0.0, 0.3, 1.0)), min_size=12, max_size=12)), F32)
         batch = kernel_model.Batch(
             kernel_model.single(draw(6), data.draw(table)),
-            kernel_model.fixed(draw(12), data.draw(table), data.draw(combiner), 2, np.abs(weights)),
-            kernel_model.ragged(draw(12), data.draw(table), SUM, offsets, weights),
+            kernel_model.make_fixed(draw(12), data.draw(table), data.draw(combiner), 2, np.abs(weights)),
+            kernel_model.make_ragged(draw(12), data.draw(table), SUM, offsets, weights),
         )
         given.append((store, batch))
         parts = batch.operands()
         batches.append((parts["keys"], parts["offsets"], parts["weights"], words_of(batch)))
-    counts, embeddings = drawn_call(back_end)(batches)
-    assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in of_store] for of_store in embeddings])
+    counts, embeddings = compile_call(back_end)(batches)
+    assert_as_model(given, np.asarray(counts), [[np.asarray(array) for array in of_store] for of_store in embeddings])
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_symbolic_batch():
 
     def call(keys, bags, arrays):
         given = []
-        for store, one in zip(held, arrays, strict=True):
+        for store, array in zip(held, arrays, strict=True):
             b, h = bags.shape[:2]
             tiles = jax.core.max_dim((b + 255) // 256, 1)
             #       table combiner key_start num_keys bag_start num_bags hotness offsets weights tile_start
@@ -459,7 +459,7 @@ def test_symbolic_batch():
                 words,
             )
             shapes = [(b, 8), (b, 8)]
-            given.append(dataclasses.replace(store, **one, batch=batch, embedding_shapes=shapes, kinds=3))
+            given.append(dataclasses.replace(store, **array, batch=batch, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, jnp.asarray(SEED))
 
     arrays = [{name: getattr(s, name) for name in ARRAYS if name != "batch"} for s in held]
@@ -473,11 +473,11 @@ def test_symbolic_batch():
     served = jax.jit(jax.export.deserialize(exported.serialize()).call)
     for num, hotness in ((1, 1), (7, 3), (300, 2)):
         keys, bags = some_keys(rng, stores[0], 0, num), some_keys(rng, stores[1], 1, num * hotness)
-        batch = kernel_model.Batch(kernel_model.single(keys, 0), kernel_model.fixed(bags, 1, MEAN, hotness))
+        batch = kernel_model.Batch(kernel_model.single(keys, 0), kernel_model.make_fixed(bags, 1, MEAN, hotness))
         given = [(store, batch) for store in stores]
         words = kernel_model.words(bags).reshape(num, hotness, 2)
         counts, embeddings = served(*jax.device_put((kernel_model.words(keys), words, arrays)))
-        assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in s] for s in embeddings])
+        assert_as_model(given, np.asarray(counts), [[np.asarray(array) for array in s] for s in embeddings])
 
 
 # --------------------------------------------------------------------------------------------------------------

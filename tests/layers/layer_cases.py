@@ -57,7 +57,7 @@ def raw_batches(num_steps, seed=0, **options):
     return [raw_batch(rng, **options) for _ in range(num_steps)]
 
 
-def joined(embeddings):
+def join(embeddings):
     """Returns the input of the dense part: [num_samples, WIDTH]."""
     ads = embeddings["ads"]
     return jax.numpy.concatenate([embeddings["user"], embeddings["history"], ads.reshape(ads.shape[0], -1)], axis=-1)
@@ -176,8 +176,8 @@ def snapshot(tree):
 def assert_equal(first, second):
     """Asserts that two pytrees are equal to the bit."""
     assert jax.tree.structure(first) == jax.tree.structure(second)
-    for (path, one), two in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(two), err_msg=jax.tree_util.keystr(path))
+    for (path, leaf), two in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(two), err_msg=jax.tree_util.keystr(path))
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.out = nn.Dense(1)
 
     def __call__(self, features):
-        return self.out(cases.joined(self.embed(features)))[:, 0]
+        return self.out(cases.join(self.embed(features)))[:, 0]
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def variables_of(model):
     return model.init(jax.random.key(0), model.collection.batch(cases.raw_batches(1)[0]).features)
 
 
-def declared(collection, tx=None):
+def declare(collection, tx=None):
     """Returns a model, its train state and its tables."""
     model = Model(collection)
     variables = jax.tree.map(jnp.copy, variables_of(model))
@@ -122,7 +122,7 @@ def evaluate(model):
 def test_any_run_is_that_of_the_oracle(ops):
     """Steps, micro-batches, evaluations and growth run in any order (law 1)."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
     for op, seed in ops:
         raw, other = cases.raw_batches(2, seed, num_samples=5)
@@ -148,7 +148,7 @@ def test_like_the_core_to_the_bit(num_devices):
     """Losses, tables, counts and parameters have the same bits, since the same functions run."""
     collection = cases.collection_of(num_devices, optimizer=jaxsok.optim.adam(0.1))
     tx = optax.adam(1e-2)
-    model, dense, tables = declared(collection, tx=tx)
+    model, dense, tables = declare(collection, tx=tx)
     params, opt_state = jax.tree.map(jnp.copy, (dense.params, dense.opt_state))
     out = nn.Dense(1)
 
@@ -156,11 +156,11 @@ def test_like_the_core_to_the_bit(num_devices):
     def core(state, params, opt_state, batch):
         embeddings, state, plan = collection.lookup(state, batch.features)
 
-        def of_dense(params, embeddings):
-            scores = out.apply({"params": params["out"]}, cases.joined(embeddings))[:, 0]
+        def loss_of_dense(params, embeddings):
+            scores = out.apply({"params": params["out"]}, cases.join(embeddings))[:, 0]
             return cases.loss_of(scores, batch["label"])
 
-        loss, (g_params, g_embeddings) = jax.value_and_grad(of_dense, (0, 1))(params, embeddings)
+        loss, (g_params, g_embeddings) = jax.value_and_grad(loss_of_dense, (0, 1))(params, embeddings)
         state, stats = collection.update(state, plan, g_embeddings)
         updates, opt_state = tx.update(g_params, opt_state, params)
         return state, optax.apply_updates(params, updates), opt_state, loss, stats
@@ -203,7 +203,7 @@ def test_clipped_as_the_core_clips(max_norm):
     """The clipped gradients have the core's bits and keep their form."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
-    model, dense, tables = declared(collection)
+    model, dense, tables = declare(collection)
     (_, updates), (g_params, g_taps) = gradients_of(model, dense.params, tables, batch)
     clipped, of_params, norm = layers.clip_by_global_norm(updates, g_taps, max_norm, g_params)
     _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
@@ -218,7 +218,7 @@ def test_clipped_as_dense_optax_clips(num_batches):
     """Keys repeat within and between micro-batches, and the norm is that of whole tables, not that of single uses."""
     collection = cases.one_device()
     raws = cases.raw_batches(num_batches, num_keys=3)
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     dense = cases.dense_gradients(state.params["out"]["kernel"], state.params["out"]["bias"], raws)
     wanted, _ = optax.clip_by_global_norm(0.5).update(dense, optax.EmptyState())
 
@@ -246,7 +246,7 @@ def test_clipped_as_dense_optax_clips(num_batches):
 def test_clipping_refuses_what_does_not_fit():
     """The error names the function."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
     (_, updates), (_, g_taps) = gradients_of(model, state.params, tables, batch)
     for updated, gradients, max_norm, text in (
@@ -264,7 +264,7 @@ def test_clipping_refuses_what_does_not_fit():
 def test_init_gives_empty_tables_beside_params():
     """They equal those of Collection.init, under jit or not; dense tools see "params" alone."""
     collection = cases.one_device()
-    model, state, tables = declared(collection, tx=optax.adam(1e-2))
+    model, state, tables = declare(collection, tx=optax.adam(1e-2))
     num_dense = cases.WIDTH + 1
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == num_dense
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * num_dense + 1
@@ -280,7 +280,7 @@ def test_checkpoints(tmp_path):
     """A train state without tables and the tables' state are restored separately, and training continues alike."""
     orbax = pytest.importorskip("orbax.checkpoint")
     collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     for batch in batches[:2]:
         state, tables, _, _ = train(model)(state, tables, batch)
@@ -288,7 +288,7 @@ def test_checkpoints(tmp_path):
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "tables", tables)
         checkpointer.save(tmp_path / "params", state.params)
-    _, fresh, empty = declared(collection)
+    _, fresh, empty = declare(collection)
     with orbax.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "tables", empty)
         fresh = fresh.replace(params=checkpointer.restore(tmp_path / "params", fresh.params))
@@ -305,7 +305,7 @@ def test_checkpoints(tmp_path):
 def test_donated_tables_stay_where_they_are():
     """Donated tables keep their buffers (law 9), and one program serves all batches of a size."""
     collection = cases.collection_of()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     step = train(model)
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     small = [collection.batch(raw) for raw in cases.raw_batches(2, num_samples=4)]
@@ -325,7 +325,7 @@ def test_no_table_sized_copy(num_devices):
     """The program that XLA makes of a step holds no copy of a table."""
     capacity = 1 << 12
     collection = cases.collection_of(num_devices, capacity=capacity)
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     text = train(model).lower(state, tables, collection.batch(cases.raw_batches(1)[0])).compile().as_text()
     assert "jaxsok_update" in text
     assert not compiled_cases.table_copies(text, capacity * 3 * 4)
@@ -335,7 +335,7 @@ def test_growth_between_steps():
     """A table grows from 4 rows to many; nothing is refused, and all rows learn."""
     collection = cases.collection_of(capacity=4)
     raws = cases.raw_batches(3, num_keys=200)
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
     for raw in raws:
         batch = collection.batch(raw)
@@ -351,7 +351,7 @@ def test_growth_between_steps():
 def test_growth_finds_its_program(num_devices, by_doubling):
     """With the state in a train state, no growth makes a call wait for a compilation."""
     collection = cases.collection_of(num_devices, capacity=32)
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     step = collection.ahead(train(model))
     capacities, waits = set(), []
     for number in range(18 if num_devices == 1 else 30):
@@ -372,7 +372,7 @@ def test_scan_over_steps():
     """lax.scan with train state and tables as carry is a loop of steps in place."""
     collection = cases.one_device()
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def steps(state, tables, stacked):
@@ -385,12 +385,14 @@ def test_scan_over_steps():
     before = cases.addresses(tables)
     (_, scanned), losses = steps(state, tables, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
     assert cases.addresses(scanned) == before
-    _, state, tables = declared(collection)
+    _, state, tables = declare(collection)
     for batch, loss in zip(batches, losses, strict=True):
         state, tables, wanted, _ = train(model)(state, tables, batch)
         np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     for spec in collection.tables:
-        own, other = (collection.export_table(one["embed"]["state"], spec.name) for one in (scanned, tables))
+        own, other = (
+            collection.export_table(variables["embed"]["state"], spec.name) for variables in (scanned, tables)
+        )
         np.testing.assert_array_equal(own["keys"], other["keys"])
         np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
 
@@ -406,7 +408,7 @@ class Twins(nn.Module):
     @nn.compact
     def __call__(self, features, others):
         embed = layers.Embeddings(self.collection, name="embed")
-        return sum(jnp.sum(cases.joined(embed(one)) ** 2) for one in (features, others))
+        return sum(jnp.sum(cases.join(embed(batch_features)) ** 2) for batch_features in (features, others))
 
 
 class Pair(nn.Module):
@@ -420,7 +422,7 @@ class Pair(nn.Module):
         for i, collection in enumerate(self.collections):
             if only in (None, i):
                 embeddings = layers.Embeddings(collection, name=f"tower{i}")(collection.batch(raw).features)
-                scores.append(jnp.sum(cases.joined(embeddings) ** 2))
+                scores.append(jnp.sum(cases.join(embeddings) ** 2))
         return sum(scores)
 
 
@@ -443,7 +445,7 @@ def test_two_lookups_in_one_step():
     tables, stats = step_of_sum(model, tables, first, second)
     embeddings, state, plan = collection.lookup(collection.init(seed=0), first)
     others, state, other_plan = collection.lookup(state, second)
-    gradients = [jax.tree.map(lambda e: 2 * e, one) for one in (embeddings, others)]
+    gradients = [jax.tree.map(lambda e: 2 * e, values) for values in (embeddings, others)]
     state, counts = collection.update(state, [plan, other_plan], gradients)
     cases.assert_equal(tables["embed"]["state"], state)
     assert stats["embed"].to_dict() == counts.to_dict() and int(state.step) == 1
@@ -493,7 +495,7 @@ def test_growth_that_fails_in_the_second_layer(monkeypatch):
 def test_micro_batches_are_chained():
     """Micro-batches on the same tables or in another order are refused: their row ids belong to different states."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     first, second = (collection.batch(raw) for raw in cases.raw_batches(2))
     (_, updates), (_, g_taps) = gradients_of(model, state.params, tables, first)
     (_, apart), (_, its_taps) = gradients_of(model, state.params, tables, second)
@@ -510,7 +512,7 @@ def test_micro_batches_are_chained():
 def test_a_step_that_is_passed_over():
     """The rows of a discarded step stay as they were made, and the next step runs the same program."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     raw = cases.raw_batches(1)[0]
     (_, updates), _ = gradients_of(model, state.params, tables, collection.batch(raw))
     left = layers.discard(updates)
@@ -547,7 +549,7 @@ def test_micro_batches_of_different_layers_are_chained():
 def test_evaluation_changes_nothing():
     """Evaluation changes nothing, whether "tables" is not mutable or evaluation is requested."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     state, tables, _, _ = train(model)(state, tables, collection.batch(cases.raw_batches(1)[0]))
     before = cases.snapshot(tables)
     new = collection.batch(cases.raw_batches(1, seed=1, num_keys=10**6)[0])
@@ -579,10 +581,10 @@ def test_remat_around_a_lookup_looks_up_twice():
     seen = []
     for make in (Squared, nn.remat(Squared)):
         model = make(collection)
-        _, state, tables = declared(collection)
+        _, state, tables = declare(collection)
         step = train(model, donate=False)
         _, tables, loss, stats = step(state, tables, batch)
-        text = step.lower(state, declared(collection)[2], batch).as_text()
+        text = step.lower(state, declare(collection)[2], batch).as_text()
         seen.append((text.count("@jaxsok_lookup"), float(loss), stats.to_dict(), tables))
     (once, loss, counts, tables), (twice, its_loss, its_counts, its_tables) = seen
     assert (once, twice) == (2, 4)  # for each of two stores
@@ -603,7 +605,7 @@ def message(error, call):
 def test_errors():
     """Each error says what to do, and nothing has changed."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     batch, small = (collection.batch(cases.raw_batches(1, num_samples=size)[0]) for size in (8, 4))
     variables = {"params": state.params, "tables": tables}
     taps = layers.zero_taps(model, variables, batch.features)
@@ -668,7 +670,7 @@ def test_errors():
 def test_vmap_over_a_lookup_is_refused():
     """A table has one state, so no lookup per element of a batch exists."""
     collection = cases.one_device()
-    model, state, tables = declared(collection)
+    model, state, tables = declare(collection)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[collection.batch(r) for r in cases.raw_batches(2)])
     variables = {"params": state.params, "tables": tables}
     with pytest.raises((NotImplementedError, TypeError, ValueError), match="vmap"):

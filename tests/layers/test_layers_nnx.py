@@ -56,14 +56,14 @@ class Model(nnx.Module):
         self.out = nnx.Linear(cases.WIDTH, 1, rngs=rngs)
 
     def __call__(self, features):
-        return self.out(cases.joined(self.embed(features)))[:, 0]
+        return self.out(cases.join(self.embed(features)))[:, 0]
 
 
 def loss_fn(model, batch):
     return cases.loss_of(model(batch.features), batch["label"])
 
 
-def declared(collection, tx=None):
+def declare(collection, tx=None):
     """Returns a model and its optimizer."""
     model = Model(collection, nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.sgd(cases.RATE) if tx is None else tx, wrt=nnx.Param)
@@ -86,7 +86,7 @@ def train_twice(model, optimizer, first, second):
 
 
 @functools.cache
-def jitted(function, mode, donate=True):
+def jit_once(function, mode, donate=True):
     """Jits a function once for all tests of a mode."""
     return nnx.jit(function, donate_argnums=(0, 1) if donate else ())
 
@@ -134,27 +134,27 @@ def any_run(name, ops):
     """Runs steps, micro-batches, evaluations, skipped steps and growth in any order (law 1)."""
     with in_mode(name):
         collection = cases.one_device()
-        model, optimizer = declared(collection)
+        model, optimizer = declare(collection)
         oracle = oracle_of(model)
         for op, seed in ops:
             raw, other = cases.raw_batches(2, seed, num_samples=5)
             batch = collection.batch(raw)
             if op == "train":
-                loss, stats = jitted(train, name)(model, optimizer, batch)
+                loss, stats = jit_once(train, name)(model, optimizer, batch)
                 np.testing.assert_allclose(loss, oracle.step(raw)[0], rtol=1e-4)
                 stats.check()
             elif op == "train twice":
-                *losses, stats = jitted(train_twice, name)(model, optimizer, batch, collection.batch(other))
+                *losses, stats = jit_once(train_twice, name)(model, optimizer, batch, collection.batch(other))
                 np.testing.assert_allclose(losses, oracle.step(raw, other), rtol=1e-4)
                 stats.check()
             elif op == "evaluate":
                 model.eval()
-                loss = jitted(loss_fn, name, donate=False)(model, batch)
+                loss = jit_once(loss_fn, name, donate=False)(model, batch)
                 np.testing.assert_allclose(loss, oracle.loss(raw), rtol=1e-4)
                 model.train()
             elif op == "discard":
                 oracle.loss(raw, insert=True)
-                jitted(lookup_alone, name, donate=False)(model, batch)
+                jit_once(lookup_alone, name, donate=False)(model, batch)
             else:
                 layers.grow(model)
         oracle.assert_tables(collection, state_of(model))
@@ -167,11 +167,11 @@ def core_step(graphdef, collection, tx):
     def step(state, params, opt_state, batch):
         embeddings, state, plan = collection.lookup(state, batch.features)
 
-        def of_dense(params, embeddings):
+        def loss_of_dense(params, embeddings):
             out = nnx.merge(graphdef, params)
-            return cases.loss_of(out(cases.joined(embeddings))[:, 0], batch["label"])
+            return cases.loss_of(out(cases.join(embeddings))[:, 0], batch["label"])
 
-        loss, (g_params, g_embeddings) = jax.value_and_grad(of_dense, (0, 1))(params, embeddings)
+        loss, (g_params, g_embeddings) = jax.value_and_grad(loss_of_dense, (0, 1))(params, embeddings)
         state, stats = collection.update(state, plan, g_embeddings)
         updates, opt_state = tx.update(g_params, opt_state, params)
         return state, optax.apply_updates(params, updates), opt_state, loss, stats
@@ -182,7 +182,7 @@ def core_step(graphdef, collection, tx):
 def assert_like_core(collection, num_steps=4):
     """Compares losses, tables, counts and dense parameters of both, to the bit."""
     tx = optax.adam(1e-2)
-    model, optimizer = declared(collection, tx)
+    model, optimizer = declare(collection, tx)
     graphdef, params = nnx.split(jax.tree.map(jnp.copy, model.out))
     state, opt_state = collection.init(seed=0), tx.init(params)
     # The variables have the form that a step returns; otherwise the second step is another program.
@@ -271,7 +271,7 @@ def test_flax_s_own_transformation():
     """set_taps and nnx.value_and_grad with DiffState do the same as value_and_grad."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
-    (own, optimizer), (other, its_optimizer) = declared(collection), declared(collection)
+    (own, optimizer), (other, its_optimizer) = declare(collection), declare(collection)
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -282,7 +282,7 @@ def test_flax_s_own_transformation():
         model.embed.update(grads)
         return loss
 
-    assert step(own, optimizer, batch) == jitted(train, "graph")(other, its_optimizer, batch)[0]
+    assert step(own, optimizer, batch) == jit_once(train, "graph")(other, its_optimizer, batch)[0]
     cases.assert_equal(jax.tree.leaves(nnx.state(own)), jax.tree.leaves(nnx.state(other)))
 
 
@@ -291,7 +291,7 @@ def test_clipped_as_the_core_clips(mode, max_norm):
     """The clipped gradients have the core's bits and keep their form."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
-    model, _ = declared(collection)
+    model, _ = declare(collection)
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
     clipped, norm = layers.clip_by_global_norm(model, grads, max_norm)
     assert jax.tree.structure(clipped) == jax.tree.structure(grads) and norm > 0.5
@@ -308,7 +308,7 @@ def test_clipped_as_dense_optax_clips(mode, num_batches):
     """Keys repeat within and between micro-batches, and the norm is that of whole tables, not that of single uses."""
     collection = cases.one_device()
     raws = cases.raw_batches(num_batches, num_keys=3)
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     dense = cases.dense_gradients(model.out.kernel[...], model.out.bias[...], raws)
     wanted, _ = optax.clip_by_global_norm(0.5).update(dense, optax.EmptyState())
     kernel = np.array(model.out.kernel[...])[:, 0]
@@ -321,7 +321,7 @@ def test_clipped_as_dense_optax_clips(mode, num_batches):
         unclipped = optax.tree.norm(grads)
         grads, norm = layers.clip_by_global_norm(model, grads if num_batches > 1 else grads[0], 0.5)
         several = grads if num_batches > 1 else [grads]
-        summed = jax.tree.map(lambda *leaves: sum(leaves), *[nnx.state(one, nnx.Param) for one in several])
+        summed = jax.tree.map(lambda *leaves: sum(leaves), *[nnx.state(grads, nnx.Param) for grads in several])
         optimizer.update(model, summed)
         model.embed.update(grads)
         return norm, unclipped
@@ -339,9 +339,7 @@ def test_two_layers_are_clipped_together(mode):
     features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
 
     def loss(model):
-        return sum(
-            scale * jnp.sum(cases.joined(model[name](features)) ** 2) for scale, name in ((1, "one"), (2, "two"))
-        )
+        return sum(scale * jnp.sum(cases.join(model[name](features)) ** 2) for scale, name in ((1, "one"), (2, "two")))
 
     _, grads = layers.value_and_grad(loss)(model)
     of_layers = []
@@ -352,14 +350,14 @@ def test_two_layers_are_clipped_together(mode):
         of_layers.append(float(collection.gradient_norm(state, plan, taps)))
     clipped, norm = layers.clip_by_global_norm(model, grads, 0.5)
     np.testing.assert_allclose(norm, np.hypot(*of_layers), rtol=1e-6)
-    for one, two in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(one, two * (0.5 / norm), rtol=1e-6)
+    for leaf, two in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(leaf, two * (0.5 / norm), rtol=1e-6)
 
 
 def test_clipping_refuses_what_does_not_fit(mode):
     """A refusal changes nothing."""
     collection = cases.one_device()
-    model, _ = declared(collection)
+    model, _ = declare(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
     assert "clip_by_global_norm: model: got one without lookups" in message(
         ValueError, lambda: layers.clip_by_global_norm(model, {}, 1.0)
@@ -409,7 +407,7 @@ def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
             self.drop = nnx.Dropout(0.5, rngs=rngs)
 
         def __call__(self, features):
-            return self.out(self.drop(cases.joined(self.embed(features))))[:, 0]
+            return self.out(self.drop(cases.join(self.embed(features))))[:, 0]
 
     def loss(model, seen, batch, is_seen, name):
         value = loss_fn(model, batch)
@@ -432,7 +430,7 @@ def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
 def test_dense_tools_do_not_see_tables(mode):
     """Optimizer state, nnx.split, nnx.state and counts hold the linear layer alone."""
     collection = cases.one_device()
-    model, optimizer = declared(collection, optax.adam(1e-2))
+    model, optimizer = declare(collection, optax.adam(1e-2))
     num_dense = cases.WIDTH + 1
 
     def count(tree):
@@ -457,7 +455,7 @@ def test_checkpoints(mode, tmp_path):
     """Parameters and the tables' state are restored separately into a new model, which continues training alike."""
     orbax = pytest.importorskip("orbax.checkpoint")
     collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     for batch in batches[:2]:
         train(model, optimizer, batch)
@@ -468,16 +466,16 @@ def test_checkpoints(mode, tmp_path):
         checkpointer.save(tmp_path / "model", nnx.state(model))
     written = sum(path.stat().st_size for path in (tmp_path / "params").rglob("*") if path.is_file())
     assert written < 32 * 1024 < sum(leaf.nbytes for leaf in jax.tree.leaves(tables)) * 4
-    other, _ = declared(collection)
+    other, _ = declare(collection)
     other.out.kernel[...] = jnp.zeros_like(other.out.kernel[...])
     with orbax.StandardCheckpointer() as checkpointer:
         wanted = nnx.to_pure_dict(nnx.state(other, nnx.Param))
         assert set(checkpointer.metadata(tmp_path / "params").item_metadata.tree) == {"out"}
         nnx.update(other, checkpointer.restore(tmp_path / "params", wanted))
         nnx.update(other, checkpointer.restore(tmp_path / "tables", nnx.state(other, layers.TableVariable)))
-        whole, _ = declared(collection)
+        whole, _ = declare(collection)
         nnx.update(whole, checkpointer.restore(tmp_path / "model", nnx.state(whole)))
-    losses = [float(train(one, optimizer, batches[2])[0]) for one in (model, other, whole)]
+    losses = [float(train(ranker, optimizer, batches[2])[0]) for ranker in (model, other, whole)]
     assert losses == losses[:1] * 3
     cases.assert_equal(state_of(other), state_of(model))
     cases.assert_equal(state_of(whole), state_of(model))
@@ -489,14 +487,14 @@ def test_checkpoints(mode, tmp_path):
 def test_donated_tables_stay_where_they_are(mode):
     """Donated tables keep their buffers (law 9), and each size of batches has one program."""
     collection = cases.collection_of()
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     traced = []
 
-    def counted(model, optimizer, batch):
+    def count_traces(model, optimizer, batch):
         traced.append(batch["label"].shape)
         return train(model, optimizer, batch)
 
-    step = nnx.jit(counted, donate_argnums=(0, 1))
+    step = nnx.jit(count_traces, donate_argnums=(0, 1))
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     small = [collection.batch(raw) for raw in cases.raw_batches(2, num_samples=4)]
     step(model, optimizer, batches[0])
@@ -512,7 +510,7 @@ def test_no_table_sized_copy(num_devices):
     """The program that XLA makes of a step holds no copy of a table."""
     capacity = 1 << 12
     collection = cases.collection_of(num_devices, capacity=capacity)
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
     text = nnx.jit(train, donate_argnums=(0, 1)).lower(model, optimizer, batch).compile().as_text()
     assert "jaxsok_update" in text
@@ -522,7 +520,7 @@ def test_no_table_sized_copy(num_devices):
 def test_growth_between_steps(mode):
     """A table grows from 4 rows to many; nothing is refused, and all rows learn."""
     collection = cases.collection_of(capacity=4)
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     oracle = oracle_of(model)
     for raw in cases.raw_batches(3, num_keys=200):
         batch = collection.batch(raw)
@@ -541,7 +539,7 @@ def test_growth_finds_its_program(name, num_devices, by_doubling):
         runs = []
         for is_ahead in (True, False) if num_devices == 1 else (True,):
             collection = cases.collection_of(num_devices, capacity=32)
-            model, optimizer = declared(collection)
+            model, optimizer = declare(collection)
             for dense in (model.out, optimizer):
                 nnx.update(dense, cases.everywhere(collection, nnx.state(dense)))
             step = nnx.jit(train, donate_argnums=(0, 1))
@@ -575,8 +573,8 @@ def test_two_layers_and_a_shared_part_find_their_program(by_doubling):
             self.out = self.again = nnx.Linear(cases.WIDTH, 1, rngs=rngs)
 
         def __call__(self, batch):
-            one, two = (cases.joined(layer(batch.features)) for layer in (self.one, self.two))
-            return (self.out(one) + self.again(two))[:, 0]
+            first, two = (cases.join(layer(batch.features)) for layer in (self.one, self.two))
+            return (self.out(first) + self.again(two))[:, 0]
 
     @nnx.jit
     def step(model, batch):
@@ -600,7 +598,7 @@ def test_scans_over_steps(mode):
     collection = cases.one_device()
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    looped = declared(collection)
+    looped = declare(collection)
     wanted = [float(train(*looped, batch)[0]) for batch in batches]
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
@@ -611,12 +609,12 @@ def test_scans_over_steps(mode):
     def steps(model, optimizer, stacked):
         return by_nnx((model, optimizer), stacked)[1]
 
-    scanned = declared(collection)
+    scanned = declare(collection)
     before = cases.addresses(state_of(scanned[0]))
     np.testing.assert_allclose(steps(*scanned, stacked), wanted, rtol=1e-6)
     assert cases.addresses(state_of(scanned[0])) == before
 
-    again = declared(collection)
+    again = declare(collection)
     graphdef, state = nnx.split(again)
 
     def by_lax(state, batch):
@@ -629,7 +627,7 @@ def test_scans_over_steps(mode):
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     for model, _ in (scanned, again):
         for spec in collection.tables:
-            own, other = (collection.export_table(state_of(one), spec.name) for one in (model, looped[0]))
+            own, other = (collection.export_table(state_of(ranker), spec.name) for ranker in (model, looped[0]))
             np.testing.assert_array_equal(own["keys"], other["keys"])
             np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
 
@@ -645,7 +643,7 @@ class Twins(nnx.Module):
         self.out = nnx.Linear(2 * cases.WIDTH, 1, rngs=rngs)
 
     def __call__(self, features, others):
-        joined = [cases.joined(self.embed(one)) for one in (features, others)]
+        joined = [cases.join(self.embed(batch_features)) for batch_features in (features, others)]
         return self.out(jnp.concatenate(joined, axis=-1))[:, 0]
 
 
@@ -665,11 +663,11 @@ def test_two_lookups_in_one_step(mode):
     embeddings, state, plan = collection.lookup(collection.init(seed=0), first.features)
     others, state, other_plan = collection.lookup(state, second.features)
 
-    def of_embeddings(embeddings, others):
-        x = jnp.concatenate([cases.joined(embeddings), cases.joined(others)], axis=-1)
+    def loss_of_embeddings(embeddings, others):
+        x = jnp.concatenate([cases.join(embeddings), cases.join(others)], axis=-1)
         return cases.loss_of((x @ kernel + bias)[:, 0], first["label"])
 
-    wanted, gradients = jax.value_and_grad(of_embeddings, (0, 1))(embeddings, others)
+    wanted, gradients = jax.value_and_grad(loss_of_embeddings, (0, 1))(embeddings, others)
     state, _ = collection.update(state, [plan, other_plan], list(gradients))
     assert value == wanted
     cases.assert_equal(state_of(model), state)
@@ -685,7 +683,7 @@ def test_two_layers(mode):
 
         def __call__(self, features, only=None):
             used = self.towers if only is None else [self.towers[only]]
-            return sum(jnp.sum(cases.joined(tower(features)) ** 2) for tower in used)
+            return sum(jnp.sum(cases.join(tower(features)) ** 2) for tower in used)
 
     model = Pair()
     features = model.towers[0].collection.batch(cases.raw_batches(1)[0]).features
@@ -713,7 +711,7 @@ def test_two_layers_step_together_or_not_at_all(mode):
     features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
 
     def loss(model):
-        return sum(jnp.sum(cases.joined(model[name](features)) ** 2) for name in ("one", "two"))
+        return sum(jnp.sum(cases.join(model[name](features)) ** 2) for name in ("one", "two"))
 
     _, grads = layers.value_and_grad(loss)(model)
     before = cases.snapshot(nnx.state(model))
@@ -734,7 +732,7 @@ def test_two_layers_step_together_or_not_at_all(mode):
 def test_evaluation_changes_nothing(mode):
     """eval(), nnx.view and the argument are equal; keys without a row count as missing and get none."""
     collection = cases.one_device()
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     known, new = cases.raw_batches(1)[0], cases.raw_batches(1, seed=1, num_keys=10**6)[0]
     train(model, optimizer, collection.batch(known))
     oracle = oracle_of(model)
@@ -762,7 +760,7 @@ def test_evaluation_changes_nothing(mode):
 def test_evaluation_in_a_gradient(mode):
     """With a frozen layer and trained dense parameters, no lookup waits, so there is none to update."""
     collection = cases.one_device()
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     model.eval()
     before = cases.snapshot(state_of(model))
     kernel = np.array(model.out.kernel[...])
@@ -785,7 +783,7 @@ def remat_of_all(model, batch):
 
 def remat_of_dense(model, batch):
     """Recomputes the dense part alone."""
-    scores = nnx.remat(lambda out, x: out(x)[:, 0] ** 2)(model.out, cases.joined(model.embed(batch.features)))
+    scores = nnx.remat(lambda out, x: out(x)[:, 0] ** 2)(model.out, cases.join(model.embed(batch.features)))
     return cases.loss_of(scores, batch["label"])
 
 
@@ -807,7 +805,7 @@ def test_remat_around_a_lookup_looks_up_twice():
             optimizer.update(model, grads)
             return value, model.embed.update(grads)
 
-        model, optimizer = declared(collection)
+        model, optimizer = declare(collection)
         text = step.lower(model, optimizer, batch).as_text()
         value, stats = step(model, optimizer, batch)
         seen[loss] = text.count("@jaxsok_lookup"), float(value), stats.to_dict(), cases.snapshot(state_of(model))
@@ -821,7 +819,7 @@ def test_remat_around_a_lookup_looks_up_twice():
 def test_vmap_over_a_lookup_is_refused():
     """A table has one state, so no lookup per element of a batch exists."""
     collection = cases.one_device()
-    model, _ = declared(collection)
+    model, _ = declare(collection)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[collection.batch(r) for r in cases.raw_batches(2)])
 
     def loss(model, batch):
@@ -851,7 +849,7 @@ def test_a_layer_shared_by_two_modules():
     features = collection.batch(cases.raw_batches(1)[0]).features
 
     def loss(model):
-        return sum(jnp.sum(cases.joined(model[name].embed(features))) for name in ("one", "two"))
+        return sum(jnp.sum(cases.join(model[name].embed(features))) for name in ("one", "two"))
 
     _, grads = layers.value_and_grad(loss)(model)
     assert len(embed.plans.get_value()) == 2
@@ -872,7 +870,7 @@ def message(error, call):
 def test_errors_of_a_step_change_nothing(mode):
     """Each error says what to do, and the model is unchanged."""
     collection = cases.one_device()
-    model, optimizer = declared(collection)
+    model, optimizer = declare(collection)
     batch, other = (collection.batch(raw) for raw in cases.raw_batches(2))
     small = collection.batch(cases.raw_batches(1, num_samples=4)[0])
     before = cases.snapshot(nnx.state(model))
@@ -927,7 +925,7 @@ def test_errors_of_a_step_change_nothing(mode):
 def test_gradients_of_other_taps_are_refused(mode):
     """More taps than lookups mean that the taps belong to another step."""
     collection = cases.one_device()
-    model, _ = declared(collection)
+    model, _ = declare(collection)
     batch = collection.batch(cases.raw_batches(1)[0])
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
     taps = jax.tree.map(lambda leaf: leaf, _taps(grads))

@@ -201,7 +201,7 @@ def group_adam(b1=0.9, b2=0.999, eps=1e-8, l1=0.0, l2=0.0, l21=0.0):
     return zeros("dim", "dim", "dim", "dim"), step
 
 
-def limited(formula, clip_value=None, clip_row_norm=None, adaptive_clip=None, max_row_norm=None):
+def limit(formula, clip_value=None, clip_row_norm=None, adaptive_clip=None, max_row_norm=None):
     """Returns a formula within limits; its steps also take the number of uses."""
     initial_state, inner = formula
 

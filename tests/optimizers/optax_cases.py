@@ -190,7 +190,7 @@ def cases():
     return result
 
 
-def made(make):
+def make_quietly(make):
     """Returns a transformation, without Optax's warnings about the call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -209,7 +209,7 @@ class Verdict:
 @functools.cache
 def verdict(make):
     """Returns the result of `lift` for a transformation, or the reason of its refusal."""
-    tx = made(make)
+    tx = make_quietly(make)
     try:
         return Verdict("exact", _state_of(jaxsok.optim.lift(tx)))
     except ValueError as refused:
@@ -259,7 +259,7 @@ def section():
     return f"{HEADING}\n\n{head}" + "\n".join(lines()) + "\n"
 
 
-def written():
+def read_section():
     """Returns the present section of the page, and the Optax version that made it."""
     text = PAGE.read_text()
     text = text[text.index(HEADING) :]

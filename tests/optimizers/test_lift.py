@@ -92,11 +92,11 @@ def lifted_run(optimizer, table, gradients, touched):
         gradient, used = batch
         hyper, global_state = optimizer.advance(global_state, number, None, dim)
 
-        def one(gradient, row, states, used):
+        def step_row(gradient, row, states, used):
             new = optimizer.step_row(jaxsok.optim.RowInputs(gradient, row, states, jnp.float32(1), hyper))
             return jax.tree.map(lambda a, b: jnp.where(used, a, b), tuple(new), (row, states))
 
-        table, states = jax.vmap(one)(gradient, table, states, used)
+        table, states = jax.vmap(step_row)(gradient, table, states, used)
         return (table, states, global_state, number + 1), (table, states)
 
     states = tuple(jnp.full((len(table), s.dim), s.initial_value, jnp.float32) for s in optimizer.state_specs(dim))
@@ -118,7 +118,7 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
 def transformation(call):
     """Returns the transformation of a case."""
-    return optax_cases.made(CASES[call])
+    return optax_cases.make_quietly(CASES[call])
 
 
 @pytest.mark.parametrize("call", ALL)
@@ -210,7 +210,7 @@ def judged_by_examples(tx, num_rows=6, dim=4, num_steps=3):
 
 def test_table_of_the_page():
     """docs/optax.md has a row for everything that Optax makes; for another Optax, for what both have."""
-    text, version = optax_cases.written()
+    text, version = optax_cases.read_section()
     if version == optax.__version__:
         assert text == optax_cases.section(), "run: PYTHONPATH=. python tests/optimizers/optax_cases.py"
         return
@@ -320,16 +320,16 @@ def test_refused_with_the_reason(name):
     """The message names the cause and the remedy."""
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s)optim.lift: refused: .*{message}"):
-        lift(optax_cases.made(make))
+        lift(optax_cases.make_quietly(make))
 
 
 def test_rowwise_lifts_no_more_than_what_couples_rows():
     """Noise, micro-steps and global estimates stay refused."""
     for name in ("noise", "noise without a name", "micro-steps", "global state of rows", "nested", "needs the loss"):
         with pytest.raises(ValueError, match="refused"):
-            lift(optax_cases.made(REFUSED[name][0]), rowwise=True)
+            lift(optax_cases.make_quietly(REFUSED[name][0]), rowwise=True)
     for name in ("couples", "in a chain", "a branch not taken", "factored", "number of rows"):
-        assert lift(optax_cases.made(REFUSED[name][0]), rowwise=True).rowwise
+        assert lift(optax_cases.make_quietly(REFUSED[name][0]), rowwise=True).rowwise
 
 
 def test_arguments():
@@ -531,8 +531,8 @@ def check_against_dense(tx, optimizer, keys, gradients, tolerance):
     num_steps, num_uses, dim = gradients.shape
     collection = programs.one_table(dim=dim, optimizer=optimizer)
     state, step = collection.init(seed=0), step_of(collection)
-    for one, gradient in zip(keys, gradients, strict=True):
-        padded = np.where(one < NUM_KEYS, one, -1)
+    for keys_of_step, gradient in zip(keys, gradients, strict=True):
+        padded = np.where(keys_of_step < NUM_KEYS, keys_of_step, -1)
         state, stats = step(state, programs.batch(collection, user=padded), gradient)
     stats.check()
     table = programs.initial_rows("user", dim, np.arange(NUM_KEYS))
@@ -601,8 +601,8 @@ def test_rowwise_variant_through_the_kernel(make):
     tx, (keys, gradients) = make(), uses(10, 8, DIM, 2)
     collection = programs.one_table(dim=DIM, optimizer=lift(tx, rowwise=True))
     state, step = collection.init(seed=0), step_of(collection)
-    for one, gradient in zip(keys, gradients, strict=True):
-        padded = np.where(one < NUM_KEYS, one, -1)
+    for keys_of_step, gradient in zip(keys, gradients, strict=True):
+        padded = np.where(keys_of_step < NUM_KEYS, keys_of_step, -1)
         state, _ = step(state, programs.batch(collection, user=padded), gradient)
     table = programs.initial_rows("user", DIM, np.arange(NUM_KEYS))
     dense, touched = dense_batches(keys, gradients)
@@ -632,16 +632,16 @@ def test_any_history(name, data):
     seed = data.draw(st.integers(0, 2**16))
     gradients = np.random.default_rng(seed).normal(size=(num_steps, num_uses, 2)).astype(np.float32)
     state = collection.init(seed=0)
-    for one, gradient in zip(keys, gradients, strict=True):
-        features = programs.batch(collection, user=np.where(one < NUM_KEYS, one, -1))
+    for keys_of_step, gradient in zip(keys, gradients, strict=True):
+        features = programs.batch(collection, user=np.where(keys_of_step < NUM_KEYS, keys_of_step, -1))
         state, _ = step(state, features, gradient)
     table = programs.initial_rows("user", 2, np.arange(NUM_KEYS))
     args = dense_batches(keys, gradients)
     want = np.asarray(dense(table, *args))[-1]
     got = programs.rows_of(collection, state)
     assert sorted(got) == np.flatnonzero(args[1].any(axis=0)).tolist()
-    for one, row in got.items():
-        np.testing.assert_allclose(row, want[one], **TOLERANCE)
+    for keys_of_step, row in got.items():
+        np.testing.assert_allclose(row, want[keys_of_step], **TOLERANCE)
 
 
 def test_erased_rows_begin_anew():
@@ -681,8 +681,8 @@ def test_lifted_adam_is_the_fused_one():
     for optimizer in (jaxsok.optim.adam(RATE), lift(optax.adam(RATE))):
         collection = programs.one_table(dim=DIM, optimizer=optimizer)
         state, step = collection.init(seed=0), step_of(collection)
-        for one, gradient in zip(keys, gradients, strict=True):
-            state, _ = step(state, programs.batch(collection, user=one), gradient)
+        for keys_of_step, gradient in zip(keys, gradients, strict=True):
+            state, _ = step(state, programs.batch(collection, user=keys_of_step), gradient)
         rows.append(programs.rows_of(collection, state))
     assert rows[0].keys() == rows[1].keys()
     for key, row in rows[0].items():
@@ -710,8 +710,8 @@ def test_on_a_mesh(num_devices):
     rows = []
     for collection in (jaxsok.Collection(table, feature), programs.over(num_devices, table, feature)):
         state, step = collection.init(seed=0), step_of(collection)
-        for one, gradient in zip(keys, gradients, strict=True):
-            state, _ = step(state, programs.batch(collection, user=one), gradient)
+        for keys_of_step, gradient in zip(keys, gradients, strict=True):
+            state, _ = step(state, programs.batch(collection, user=keys_of_step), gradient)
         rows.append(programs.by_key(collection, state, "user"))
     for column in rows[0]:
         np.testing.assert_allclose(rows[1][column], rows[0][column], rtol=1e-5, atol=1e-6, err_msg=column)
@@ -761,7 +761,7 @@ def test_global_state_advances_once_a_step():
     assert [int(count) for count in state] == [3, 3]
 
 
-def moved(optimizer, state, learning_rate):
+def move_row(optimizer, state, learning_rate):
     """Returns how far a row with gradient 1 moves, and the global state afterwards."""
     hyper, state = optimizer.advance(state, 0, learning_rate, DIM)
     row = jnp.zeros(DIM)
@@ -773,10 +773,10 @@ def test_learning_rate_goes_to_injected_hyperparameters():
     """It applies only to the step; then the declared rate returns."""
     optimizer = lift(optax.chain(optax.clip(2.0), optax.inject_hyperparams(optax.sgd)(0.5)))
     state = optimizer.init_globals(DIM)
-    first, state = moved(optimizer, state, None)
-    second, state = moved(optimizer, state, jnp.float32(0.125))
-    third, state = moved(optimizer, state, 0.25)
-    fourth, _ = moved(optimizer, state, None)
+    first, state = move_row(optimizer, state, None)
+    second, state = move_row(optimizer, state, jnp.float32(0.125))
+    third, state = move_row(optimizer, state, 0.25)
+    fourth, _ = move_row(optimizer, state, None)
     assert [first, second, third, fourth] == [0.5, 0.125, 0.25, 0.5]
 
 

@@ -25,7 +25,7 @@ def norm(row):
     return float(np.sqrt(np.sum(np.asarray(row, np.float64) ** 2)))
 
 
-def stepped(optimizer, gradient, row, num_uses=1.0, states=None, step=0):
+def make_step(optimizer, gradient, row, num_uses=1.0, states=None, step=0):
     """Makes one step of one row, by `step_row`."""
     hyper = tuple(jnp.asarray(word, jnp.float32) for word in optimizer.hyper(jnp.uint32(step), optimizer.learning_rate))
     gradient, row = jnp.asarray(gradient, jnp.float32), jnp.asarray(row, jnp.float32)
@@ -34,9 +34,9 @@ def stepped(optimizer, gradient, row, num_uses=1.0, states=None, step=0):
     return optimizer.step_row(RowInputs(gradient, row, states, jnp.float32(num_uses), hyper))
 
 
-def moved(limits, gradient, row=(0.0, 0.0), num_uses=1.0):
+def move_row(limits, gradient, row=(0.0, 0.0), num_uses=1.0):
     """Returns by how much gradient descent with rate 1 moves a row."""
-    new = stepped(optim.sgd(1.0, limits=limits), gradient, row, num_uses).row
+    new = make_step(optim.sgd(1.0, limits=limits), gradient, row, num_uses).row
     return (np.asarray(row, np.float32) - np.asarray(new)).tolist()
 
 
@@ -45,14 +45,14 @@ def moved(limits, gradient, row=(0.0, 0.0), num_uses=1.0):
 
 def test_clip_value():
     """Each number is clipped separately; numbers within the bound do not change."""
-    assert moved(optim.Limits(clip_value=1.0), [3.0, -0.25]) == [1.0, -0.25]
-    assert moved(optim.Limits(clip_value=1.0), [-3.0, 1.0]) == [-1.0, 1.0]
+    assert move_row(optim.Limits(clip_value=1.0), [3.0, -0.25]) == [1.0, -0.25]
+    assert move_row(optim.Limits(clip_value=1.0), [-3.0, 1.0]) == [-1.0, 1.0]
 
 
 def test_clip_row_norm():
     """The row is scaled as a whole; rows within the bound do not change."""
-    np.testing.assert_allclose(moved(optim.Limits(clip_row_norm=1.0), [3.0, -4.0]), [0.6, -0.8], rtol=1e-6)
-    assert moved(optim.Limits(clip_row_norm=5.0), [3.0, -4.0]) == [3.0, -4.0]
+    np.testing.assert_allclose(move_row(optim.Limits(clip_row_norm=1.0), [3.0, -4.0]), [0.6, -0.8], rtol=1e-6)
+    assert move_row(optim.Limits(clip_row_norm=5.0), [3.0, -4.0]) == [3.0, -4.0]
 
 
 def test_adaptive_clip():
@@ -64,9 +64,9 @@ def test_adaptive_clip():
         ([3.0, 4.0], 1, 2.5),
         ([3.0, 4.0], 3, 7.5),
     ):
-        np.testing.assert_allclose(norm(moved(limits, [60.0, -80.0], row, num_uses)), bound, rtol=1e-6)
+        np.testing.assert_allclose(norm(move_row(limits, [60.0, -80.0], row, num_uses)), bound, rtol=1e-6)
         within = [bound * 0.375, -bound * 0.5]
-        assert moved(limits, within, (0.0, 0.0) if row == [0.0, 0.0] else row, num_uses) == pytest.approx(within)
+        assert move_row(limits, within, (0.0, 0.0) if row == [0.0, 0.0] else row, num_uses) == pytest.approx(within)
 
 
 @pytest.mark.parametrize("size", [1e20, 1e-20])
@@ -76,7 +76,7 @@ def test_adaptive_clip_of_rows_whose_squares_overflow(size):
     row = np.array([3.0, 4.0], np.float32) * np.float32(size)
     # Gradient descent would lose the step in the row's last bits; a trace shows the step's input.
     sgd = optim.sgd(1e-3, momentum=0.5, limits=limits)
-    trace = stepped(sgd, [60 * size, -80 * size], row, num_uses=2).states[0]
+    trace = make_step(sgd, [60 * size, -80 * size], row, num_uses=2).states[0]
     np.testing.assert_allclose(norm(trace), 5 * size, rtol=1e-5)
 
 
@@ -84,15 +84,15 @@ def test_max_row_norm():
     """The row after the step is bounded, even if the step alone would have been short."""
     limits = optim.Limits(max_row_norm=1.0)
     for row, gradient in (([0.0, 0.0], [-30.0, -40.0]), ([30.0, 40.0], [0.0, 0.0]), ([0.6, 0.8], [-0.06, -0.08])):
-        new = stepped(optim.sgd(1.0, limits=limits), gradient, row).row
+        new = make_step(optim.sgd(1.0, limits=limits), gradient, row).row
         np.testing.assert_allclose(new, [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_array_equal(stepped(optim.sgd(1.0, limits=limits), [0.0, 0.0], [0.25, 0.5]).row, [0.25, 0.5])
+    np.testing.assert_array_equal(make_step(optim.sgd(1.0, limits=limits), [0.0, 0.0], [0.25, 0.5]).row, [0.25, 0.5])
 
 
 def test_weight_decay_is_no_part_of_what_is_clipped():
     """Weight decay belongs to the step; the bound on the row follows it."""
     limits = optim.Limits(clip_value=0.5)
-    new = stepped(optim.sgd(0.5, weight_decay=0.5, limits=limits), [100.0, 0.0], [8.0, 4.0]).row
+    new = make_step(optim.sgd(0.5, weight_decay=0.5, limits=limits), [100.0, 0.0], [8.0, 4.0]).row
     np.testing.assert_array_equal(new, [8 - 0.5 * (0.5 + 4), 4 - 0.5 * 2])
 
 
@@ -117,13 +117,13 @@ def test_norms_at_most(row, bound):
 @pytest.mark.parametrize("limits", [ALL, optim.Limits(max_row_norm=1.0), optim.Limits(clip_row_norm=1.0)], ids=repr)
 def test_nothing_is_divided_by_a_norm_of_zero(limits):
     """A row of zeros with a gradient of zero stays."""
-    assert moved(limits, [0.0, 0.0]) == [0.0, 0.0]
+    assert move_row(limits, [0.0, 0.0]) == [0.0, 0.0]
 
 
 # Around every optimizer ------------------------------------------------------------------------------------------
 
 
-def clipped(gradient, row, num_uses):
+def clip(gradient, row, num_uses):
     """Clips a gradient by `ALL`, in NumPy."""
     gradient = np.clip(np.asarray(gradient, np.float64), -0.8, 0.8)
     for bound in (1.0, num_uses * max(0.9 * norm(row), 1e-3)):
@@ -141,13 +141,13 @@ def test_every_optimizer_takes_limits(make):
     row, states = np.array([0.3, -0.2, 0.1, 0.05], np.float32), None
     for step in range(3):
         gradient, num_uses = rng.normal(size=DIM), step + 1
-        got = stepped(limited, gradient, row, num_uses, states, step)
-        want = stepped(free, clipped(gradient, row, num_uses), row, num_uses, states, step)
+        got = make_step(limited, gradient, row, num_uses, states, step)
+        want = make_step(free, clip(gradient, row, num_uses), row, num_uses, states, step)
         bounded = np.asarray(want.row, np.float64) * min(1.0, 0.5 / max(norm(want.row), 1e-30))
         # About ten roundings in float32 of numbers up to 10.
         np.testing.assert_allclose(got.row, bounded, rtol=1e-5, atol=1e-6)
-        for one, other in zip(got.states, want.states, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        for state, other in zip(got.states, want.states, strict=True):
+            np.testing.assert_allclose(state, other, rtol=1e-5, atol=1e-6)
         row, states = got.row, got.states
 
 
@@ -214,8 +214,8 @@ def test_refused_kinds():
 
 def test_tables_share_a_store_if_their_limits_are_equal():
     """Limits are part of the optimizer; they change no state."""
-    one, same, other = (optim.adam(0.1, limits=optim.Limits(clip_value=bound)) for bound in (1.0, 1.0, 2.0))
-    tables = [jaxsok.TableSpec(name, DIM, adam) for name, adam in zip("abc", (one, same, other), strict=True)]
+    optimizer, same, other = (optim.adam(0.1, limits=optim.Limits(clip_value=bound)) for bound in (1.0, 1.0, 2.0))
+    tables = [jaxsok.TableSpec(name, DIM, adam) for name, adam in zip("abc", (optimizer, same, other), strict=True)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in "abc"])
     assert [[table.name for table in store.tables] for store in collection.stores] == [["a", "b"], ["c"]]
     assert optim.adam(0.1, limits=optim.Limits()) == optim.adam(0.1)

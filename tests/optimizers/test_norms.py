@@ -32,7 +32,7 @@ HOTNESS = {"user": 1, "friend": 3, "item": 2, "tag": 2}
 
 
 @functools.cache
-def declared(num_devices=1, send_capacity=None, replicated=False):
+def declare(num_devices=1, send_capacity=None, replicated=False):
     """Declares three stores that scale row gradients differently, on one device or over several."""
     tables = TABLES
     if replicated:
@@ -43,7 +43,7 @@ def declared(num_devices=1, send_capacity=None, replicated=False):
 
 
 @functools.cache
-def jitted(collection, name):
+def jit_method(collection, name):
     """Returns a jitted method of a collection."""
     return jax.jit(getattr(collection, name), compiler_options=programs.quickly())
 
@@ -103,11 +103,11 @@ def norm_of(arrays):
     return float(np.sqrt(sum(np.square(np.asarray(array, np.float64)).sum() for array in arrays)))
 
 
-def looked_up(collection, raws):
+def look_up(collection, raws):
     """Returns state and plans after lookups of several batches."""
     state, plans = collection.init(seed=0), []
     for raw in raws:
-        _, state, plan = jitted(collection, "lookup")(state, collection.batch(raw).features)
+        _, state, plan = jit_method(collection, "lookup")(state, collection.batch(raw).features)
         plans.append(plan)
     return state, plans
 
@@ -116,11 +116,11 @@ def looked_up(collection, raws):
     seed=st.integers(0, 2**32 - 1), num_plans=st.sampled_from([1, 2]), num_keys=st.sampled_from([1, 4, 40])
 )
 def test_norm_is_that_of_the_dense_gradient(seed, num_plans, num_keys):
-    collection, rng = declared(), np.random.default_rng(seed)
+    collection, rng = declare(), np.random.default_rng(seed)
     raws = [random_raw(rng, num_keys) for _ in range(num_plans)]
     gradients = [random_gradients(rng, raw) for raw in raws]
-    state, plans = looked_up(collection, raws)
-    norm = jitted(collection, "gradient_norm")(state, plans, gradients)
+    state, plans = look_up(collection, raws)
+    norm = jit_method(collection, "gradient_norm")(state, plans, gradients)
     assert norm.shape == () and norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, norm_of(dense_row_gradients(raws, gradients).values()), rtol=1e-5)
 
@@ -133,18 +133,18 @@ def test_norm_on_a_mesh_is_that_of_one_device(num_devices, send_capacity, replic
     """Gradients of a key from several shards and plans are summed before they are squared; in several rounds too."""
     if len(jax.devices()) < num_devices:
         pytest.skip(f"needs {num_devices} devices")
-    collection, rng = declared(num_devices, send_capacity, replicated), np.random.default_rng(5)
+    collection, rng = declare(num_devices, send_capacity, replicated), np.random.default_rng(5)
     raws = [random_raw(rng, 40) for _ in range(2)]
     gradients = [random_gradients(rng, raw) for raw in raws]
     want = norm_of(dense_row_gradients(raws, gradients).values())
     state, plans = collection.init(seed=0), []
     for raw in raws:
         asked = collection.batch(raw).features if path == "rounds" else next(iter(collection.pipeline([raw])))[1]
-        _, state, plan = jitted(collection, "lookup")(state, asked)
+        _, state, plan = jit_method(collection, "lookup")(state, asked)
         plans.append(plan)
-    norm = jitted(collection, "gradient_norm")(state, plans, gradients)
+    norm = jit_method(collection, "gradient_norm")(state, plans, gradients)
     np.testing.assert_allclose(norm, want, rtol=1e-5)
-    again = jitted(collection, "gradient_norm")(state, plans, gradients)
+    again = jit_method(collection, "gradient_norm")(state, plans, gradients)
     assert programs.bits(norm) == programs.bits(again)
 
 
@@ -152,7 +152,7 @@ def test_norm_inside_shard_map():
     """Inside shard_map every shard gets the norm over all shards."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
-    collection, rng = declared(2), np.random.default_rng(6)
+    collection, rng = declare(2), np.random.default_rng(6)
     raw = random_raw(rng)
     gradients = random_gradients(rng, raw)
     features = collection.batch(raw).features
@@ -216,7 +216,7 @@ def test_clipping_is_that_of_dense_optax():
         return loss_of(params["kernel"], embeddings)
 
     features = collection.batch({"user": user, "item": item}).features
-    before = rows_by_key(collection, jitted(collection, "lookup")(collection.init(seed=0), features)[1])
+    before = rows_by_key(collection, jit_method(collection, "lookup")(collection.init(seed=0), features)[1])
     params = {
         name: jnp.stack([jnp.asarray(before[name, k]) for k in range(n)]) for name, n in (("user", 5), ("item", 7))
     }
@@ -256,14 +256,14 @@ def test_forms_are_kept():
     """The forms are a mapping for one plan, a list for several, any tree of dense gradients, or none."""
     collection, state, plan = one_lookup()
     gradients = {"user": jnp.ones((3, 4))}
-    one, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
-    assert isinstance(one, dict) and dense is None
+    clipped, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
+    assert isinstance(clipped, dict) and dense is None
     _, later, again = collection.lookup(state, plan.features)
     several, dense, norm_of_two = collection.clip_by_global_norm(later, [plan, again], [gradients, gradients], 1.0, ())
     assert isinstance(several, list) and dense == ()
     np.testing.assert_allclose(norm_of_two, 2 * norm, rtol=1e-6)
     scalar = jax.jit(lambda limit: collection.clip_by_global_norm(state, plan, gradients, limit)[0])
-    np.testing.assert_allclose(scalar(1.0)["user"], one["user"], rtol=1e-6)
+    np.testing.assert_allclose(scalar(1.0)["user"], clipped["user"], rtol=1e-6)
 
 
 def test_rows_that_the_update_leaves_alone_do_not_count():
@@ -377,8 +377,8 @@ def test_many_rows_keep_their_precision():
     """The norm of a hundred thousand equal rows is the root of their number."""
     collection, num_keys = programs.one_table(dim=8, capacity=1 << 17), 100_000
     features = programs.batch(collection, user=np.arange(num_keys))
-    _, state, plan = jitted(collection, "lookup")(collection.init(seed=0), features)
-    norm = jitted(collection, "gradient_norm")(state, plan, {"user": jnp.full((num_keys, 8), 0.1)})
+    _, state, plan = jit_method(collection, "lookup")(collection.init(seed=0), features)
+    norm = jit_method(collection, "gradient_norm")(state, plan, {"user": jnp.full((num_keys, 8), 0.1)})
     np.testing.assert_allclose(norm, np.float32(0.1) * np.sqrt(8 * num_keys), rtol=1e-4)
 
 

@@ -34,7 +34,7 @@ def rate_of(step):
     return 0.05 / (1 + 0.1 * step)
 
 
-def decayed(weight_decay, tx):
+def decay(weight_decay, tx):
     """Returns Optax with coupled weight decay."""
     return optax.chain(optax.add_decayed_weights(weight_decay), tx)
 
@@ -61,19 +61,19 @@ class Case:
 CASES = {
     "sgd": Case(optim.sgd(rate_of), formulas.sgd(), optax.sgd(rate_of)),
     "sgd_decayed": Case(
-        optim.sgd(rate_of, weight_decay=0.3), formulas.sgd(weight_decay=0.3), decayed(0.3, optax.sgd(rate_of))
+        optim.sgd(rate_of, weight_decay=0.3), formulas.sgd(weight_decay=0.3), decay(0.3, optax.sgd(rate_of))
     ),
     "momentum": Case(optim.sgd(rate_of, momentum=0.8), formulas.sgd(0.8), optax.sgd(rate_of, 0.8)),
     "nesterov": Case(
         optim.sgd(rate_of, momentum=0.8, nesterov=True, weight_decay=0.3),
         formulas.sgd(0.8, True, 0.3),
-        decayed(0.3, optax.sgd(rate_of, 0.8, True)),
+        decay(0.3, optax.sgd(rate_of, 0.8, True)),
     ),
     "adagrad": Case(optim.adagrad(rate_of), formulas.adagrad(), optax.adagrad(rate_of)),
     "adagrad_decayed": Case(
         optim.adagrad(rate_of, 0.3, 1e-3, weight_decay=0.3),
         formulas.adagrad(0.3, 1e-3, 0.3),
-        decayed(0.3, optax.adagrad(rate_of, 0.3, 1e-3)),
+        decay(0.3, optax.adagrad(rate_of, 0.3, 1e-3)),
     ),
     "adagrad_eps_outside": Case(
         optim.adagrad(rate_of, 0.0, 0.3, eps_in_sqrt=False), formulas.adagrad(0.0, 0.3, eps_in_sqrt=False)
@@ -169,13 +169,13 @@ CASES = {
     **{
         f"limits_{name}": Case(
             optim.adagrad(rate_of, limits=within(**{name: value})),
-            formulas.limited(formulas.adagrad(), **{name: value}),
+            formulas.limit(formulas.adagrad(), **{name: value}),
         )
         for name, value in CLIPPED.items()
     },
-    "limits_all": Case(optim.adam(rate_of, limits=within(**CLIPPED)), formulas.limited(formulas.adamw(), **CLIPPED)),
+    "limits_all": Case(optim.adam(rate_of, limits=within(**CLIPPED)), formulas.limit(formulas.adamw(), **CLIPPED)),
     "limits_momentum": Case(
-        optim.sgd(rate_of, momentum=0.8, limits=within(**CLIPPED)), formulas.limited(formulas.sgd(0.8), **CLIPPED)
+        optim.sgd(rate_of, momentum=0.8, limits=within(**CLIPPED)), formulas.limit(formulas.sgd(0.8), **CLIPPED)
     ),
 }
 
@@ -202,7 +202,7 @@ def test_the_history_has_what_it_should():
     assert used[5] and not gradients[keys == 5].any()
 
 
-def summed(keys, gradients):
+def sum_gradients(keys, gradients):
     """Returns the distinct keys of a step, with the sum of their gradients and the number of their uses."""
     for key in dict.fromkeys(keys.tolist()):
         uses = gradients[keys == key].astype(np.float64)
@@ -214,7 +214,7 @@ def by_formula(name, initial_rows):
     initial_state, step = CASES[name].formula
     rows = {}
     for t, (keys, gradients) in enumerate(zip(*history(), strict=True)):
-        for key, gradient, num_uses in summed(keys, gradients):
+        for key, gradient, num_uses in sum_gradients(keys, gradients):
             row, state = rows.get(key, (initial_rows[key].astype(np.float64), initial_state(DIM)))
             more = (num_uses,) if name.startswith("limits_") else ()
             rows[key] = step(row, state, gradient, rate_of(t), t + 1, *more)
@@ -229,8 +229,8 @@ def assert_close(got, want):
     for key, (row, state) in want.items():
         np.testing.assert_allclose(got[key][0], row, err_msg=f"key {key}", **TOLERANCE)
         assert len(got[key][1]) == len(state)
-        for one, other in zip(got[key][1], state, strict=True):
-            np.testing.assert_allclose(np.reshape(one, other.shape), other, err_msg=f"key {key}", **TOLERANCE)
+        for array, other in zip(got[key][1], state, strict=True):
+            np.testing.assert_allclose(np.reshape(array, other.shape), other, err_msg=f"key {key}", **TOLERANCE)
 
 
 def where_used(used, new, old):
@@ -247,10 +247,10 @@ def step_rows(optimizer, rows, states, gradients, num_uses, step, learning_rate=
         )
     hyper = tuple(jnp.asarray(word, jnp.float32) for word in optimizer.hyper(jnp.uint32(step), rate))
 
-    def one(gradient, row, state, uses):
+    def step_one_row(gradient, row, state, uses):
         return optimizer.step_row(RowInputs(gradient, row, state, uses, hyper))
 
-    return jax.vmap(one)(gradients, rows, states, num_uses)
+    return jax.vmap(step_one_row)(gradients, rows, states, num_uses)
 
 
 def initial_states(optimizer, num_rows, dim=DIM):
@@ -270,7 +270,7 @@ def test_step_row(name):
     rows, states = jnp.asarray(some_rows()), initial_states(optimizer, NUM_KEYS)
     for step, (keys, gradients) in enumerate(zip(*history(), strict=True)):
         sums, uses = np.zeros((NUM_KEYS, DIM)), np.zeros(NUM_KEYS)
-        for key, gradient, num_uses in summed(keys, gradients):
+        for key, gradient, num_uses in sum_gradients(keys, gradients):
             sums[key], uses[key] = gradient, num_uses
         new = step_rows(optimizer, rows, states, jnp.asarray(sums, jnp.float32), jnp.asarray(uses, jnp.float32), step)
         assert [state.shape for state in new.states] == [state.shape for state in states]
@@ -281,7 +281,7 @@ def test_step_row(name):
 
 
 @functools.cache
-def trained():
+def train():
     """Returns the collection of all cases after the history: (collection, initial rows by table, state)."""
     tables = [jaxsok.TableSpec(name, DIM, case.optimizer, capacity=16) for name, case in CASES.items()]
     features = [jaxsok.FeatureSpec(name, table=name, combiner=None) for name in CASES]
@@ -301,7 +301,7 @@ def trained():
 @pytest.mark.parametrize("name", CASES)
 def test_through_a_collection(name):
     """After twenty steps of lookup and update, rows and all their state agree with the formula."""
-    collection, initial, state = trained()
+    collection, initial, state = train()
     table = collection.export_table(state, name)
     states = [table["state"][spec.name] for spec in CASES[name].optimizer.state_specs(DIM)]
     assert len(states) == len(table["state"])
@@ -312,7 +312,7 @@ def test_through_a_collection(name):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tx is not None])
 def test_dense_optax_on_touched_rows(name):
     """Optax has one parameter per row; if a row is not used, the row and its Optax state are restored."""
-    collection, initial, state = trained()
+    collection, initial, state = train()
     tx, dense = CASES[name].tx, jnp.asarray(initial[name])
     opt_state = jax.vmap(tx.init)(dense)
 
@@ -338,7 +338,7 @@ def test_dense_optax_on_touched_rows(name):
 
 def test_rows_of_the_group_lasso_are_zero():
     """Some rows are exactly zero, and never partly, so that eviction can detect them; others are not."""
-    collection, _, state = trained()
+    collection, _, state = train()
     for name in ("group_ftrl", "group_adam"):
         rows = programs.rows_of(collection, state, name)
         gone = [key for key, row in rows.items() if not row.any()]
@@ -361,7 +361,7 @@ def test_a_zero_row_returns():
 
 def test_no_group_lasso_is_ftrl_and_adam():
     """Strengths of zero change nothing: to the bit for FTRL, up to the rounding of another form for Adam."""
-    collection, initial, state = trained()
+    collection, initial, state = train()
     rows, same = programs.rows_of(collection, state, "group_adam_free"), by_formula("adam", initial["group_adam_free"])
     for key, row in rows.items():
         np.testing.assert_allclose(row, same[key][0], **TOLERANCE)

@@ -84,7 +84,7 @@ def test_formula(name, row_gradient):
             if row_gradient == "mean":
                 gradient /= np.sum(keys == key)
             rows[key], states[key] = model.step(rows[key], states[key], gradient, RATE, step)
-    got = programs.exported(collection, state)
+    got = programs.export(collection, state)
     assert got.keys() == rows.keys()
     for key, (_, row, row_state) in got.items():
         np.testing.assert_allclose(row, rows[key], err_msg=f"key {key}", **TOLERANCE)
@@ -147,11 +147,11 @@ def test_untouched_rows_do_not_move():
     """Untouched rows have no decay of moments, no step and no weight decay, whatever happens to others."""
     collection = with_all(RATE)
     state = learn_all(collection, collection.init(seed=0), [1, 2])
-    before = {name: programs.exported(collection, state, name) for name in MAKERS}
+    before = {name: programs.export(collection, state, name) for name in MAKERS}
     for _ in range(3):
         state = learn_all(collection, state, [2, 3])
     for name in MAKERS:
-        old, new = before[name], programs.exported(collection, state, name)
+        old, new = before[name], programs.export(collection, state, name)
         np.testing.assert_array_equal(old[1][1], new[1][1], err_msg=name)
         for a, b in zip(old[1][2], new[1][2], strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
@@ -283,7 +283,7 @@ def test_learning_rate_of_update_is_that_of_every_optimizer():
         state = collection.init(seed=0)
         for keys in ([1, 2], [2, 3]):
             state = learn_all(collection, state, keys, 0.5, None if given is None else jnp.float32(given))
-        states.append({name: programs.exported(collection, state, name) for name in MAKERS})
+        states.append({name: programs.export(collection, state, name) for name in MAKERS})
     for name in MAKERS:
         for key in (1, 2, 3):
             (_, row, row_states), (_, other, other_states) = (state[name][key] for state in states)
@@ -444,16 +444,20 @@ def test_other_dims(dim):
         for table in tables:
             hyper = table.optimizer.hyper(np.int32(step), RATE)
             hyper = tuple(jnp.asarray(word, jnp.float32) for word in hyper)
-            old = tuple(jnp.asarray(one, jnp.float32) for one in states[table.name])
+            old = tuple(jnp.asarray(state, jnp.float32) for state in states[table.name])
             inputs = jaxsok.optim.RowInputs(jnp.asarray(gradient), rows[table.name], old, jnp.float32(1), hyper)
             rows[table.name], states[table.name] = table.optimizer.step_row(inputs)
     for table in tables:
         got = collection.export_table(state, table.name)
         # Sums over up to 33 columns in another order, three times.
         np.testing.assert_allclose(got["rows"][0], rows[table.name], rtol=1e-5, atol=1e-6, err_msg=table.name)
-        for spec, one in zip(table.optimizer.state_specs(dim), states[table.name], strict=True):
+        for spec, old_state in zip(table.optimizer.state_specs(dim), states[table.name], strict=True):
             np.testing.assert_allclose(
-                got["state"][spec.name].reshape(-1), one, rtol=1e-5, atol=1e-5, err_msg=f"{table.name}: {spec.name}"
+                got["state"][spec.name].reshape(-1),
+                old_state,
+                rtol=1e-5,
+                atol=1e-5,
+                err_msg=f"{table.name}: {spec.name}",
             )
 
 
@@ -461,8 +465,8 @@ def test_states_fit_other_strengths_but_no_other_state():
     """The fingerprint of a state has its form, without rates, strengths and limits."""
     optim = jaxsok.optim
 
-    def same(one, other):
-        first, second = (programs.one_table(dim=DIM, optimizer=optimizer) for optimizer in (one, other))
+    def same(left, other):
+        first, second = (programs.one_table(dim=DIM, optimizer=optimizer) for optimizer in (left, other))
         return specs.fingerprint(first.stores) == specs.fingerprint(second.stores)
 
     assert same(optim.adam(0.1), optim.adam(0.2, b1=0.5, limits=optim.Limits(clip_value=1.0)))

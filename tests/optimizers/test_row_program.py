@@ -49,7 +49,7 @@ def as_program(optimizer: Optimizer) -> Optimizer:
     return other(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
 
 
-def trained(optimizer, dim, batches, dtype="float32", capacity=600, **table):
+def train(optimizer, dim, batches, dtype="float32", capacity=600, **table):
     """Trains on batches, (keys, gradients) each, and returns the content of the table; keys [n]."""
     tables = [jaxsok.TableSpec("t", dim, optimizer, capacity=capacity, dtype=dtype, **table)]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("f", table="t", combiner=None)])
@@ -69,17 +69,17 @@ def random_batches(dim, num_batches=4, size=700, seed=0):
         yield rng.permutation(keys), gradients.astype(np.float32)
 
 
-def assert_close(one, other):
-    np.testing.assert_array_equal(one["keys"], other["keys"])
-    np.testing.assert_allclose(one["rows"], other["rows"], rtol=2e-6, atol=1e-7)
-    for name, state in one["state"].items():
+def assert_close(got, other):
+    np.testing.assert_array_equal(got["keys"], other["keys"])
+    np.testing.assert_allclose(got["rows"], other["rows"], rtol=2e-6, atol=1e-7)
+    for name, state in got["state"].items():
         np.testing.assert_allclose(state, other["state"][name], rtol=2e-6)
 
 
-def assert_same_bits(one, other):
-    np.testing.assert_array_equal(one["keys"], other["keys"])
-    np.testing.assert_array_equal(one["rows"], other["rows"])
-    for name, state in one["state"].items():
+def assert_same_bits(got, other):
+    np.testing.assert_array_equal(got["keys"], other["keys"])
+    np.testing.assert_array_equal(got["rows"], other["rows"])
+    for name, state in got["state"].items():
         np.testing.assert_array_equal(state, other["state"][name])
 
 
@@ -101,8 +101,8 @@ def assert_same_bits(one, other):
 def test_program_equals_kernel(dim, make):
     """The bits are equal, unless a sum over the columns has another order of lanes."""
     batches = list(random_batches(dim, num_batches=2))
-    of_kernel, _ = trained(make(0.1), dim, batches)
-    of_program, _ = trained(as_program(make(0.1)), dim, batches)
+    of_kernel, _ = train(make(0.1), dim, batches)
+    of_program, _ = train(as_program(make(0.1)), dim, batches)
     (assert_close if make is optim.rowwise_adagrad else assert_same_bits)(of_kernel, of_program)
 
 
@@ -121,16 +121,16 @@ ROWS_OF_16_BITS += [(3, "stochastic", "float16")]
 def test_rows_of_16_bits(dim, rounding, dtype):
     batches = [(keys, gradients / 100) for keys, gradients in random_batches(dim, num_batches=2)]
     for make in (optim.adagrad, optim.adam):
-        of_kernel, _ = trained(make(0.01), dim, batches, dtype, rounding=rounding)
-        of_program, _ = trained(as_program(make(0.01)), dim, batches, dtype, rounding=rounding)
+        of_kernel, _ = train(make(0.01), dim, batches, dtype, rounding=rounding)
+        of_program, _ = train(as_program(make(0.01)), dim, batches, dtype, rounding=rounding)
         assert_same_bits(of_kernel, of_program)
 
 
 @pytest.mark.parametrize("row_gradient", ["sum", "mean", "sqrt"])
 def test_row_gradient(row_gradient):
     batches = list(random_batches(12))
-    of_kernel, _ = trained(optim.adagrad(0.1), 12, batches, row_gradient=row_gradient)
-    of_program, _ = trained(as_program(optim.adagrad(0.1)), 12, batches, row_gradient=row_gradient)
+    of_kernel, _ = train(optim.adagrad(0.1), 12, batches, row_gradient=row_gradient)
+    of_program, _ = train(as_program(optim.adagrad(0.1)), 12, batches, row_gradient=row_gradient)
     assert_same_bits(of_kernel, of_program)
 
 
@@ -138,7 +138,7 @@ def test_gradient_that_is_not_finite_is_skipped_and_counted():
     keys = np.repeat(np.arange(50), 2)
     gradients = np.ones((100, 8), np.float32)
     gradients[7, 3], gradients[40, 0], gradients[90, 7] = np.inf, np.nan, -np.inf
-    rows, stats = trained(as_program(optim.adam(0.1)), 8, [(keys, gradients)])
+    rows, stats = train(as_program(optim.adam(0.1)), 8, [(keys, gradients)])
     assert int(stats.num_nonfinite[0]) == 3
     moved = (rows["state"]["m"] != 0).all(axis=1)
     np.testing.assert_array_equal(np.flatnonzero(~moved), [3, 20, 45])
@@ -157,7 +157,7 @@ def products(x):
     return row * g + jnp.vdot(row, g), a / (jnp.abs(g) + 1), b * c, c * 0.5 + row.sum(keepdims=True) ** 2
 
 
-def shared(x):
+def share_product(x):
     g, row, (a, b, c), _, _ = x
     product = row * g  # of a difference, and of others
     return row - product, a + jnp.abs(product), product, c
@@ -179,7 +179,7 @@ def exponentials(x):
     return jnp.exp(-jnp.abs(g)), jnp.log(jnp.abs(g)), jnp.expm1(row), jnp.log1p(c)
 
 
-def squashed(x):
+def squash(x):
     g, row, (a, b, c), _, _ = x
     return jnp.tanh(g), jax.nn.sigmoid(g), jnp.log1p(jnp.abs(row)), jnp.tanh(c / 8)
 
@@ -200,12 +200,12 @@ def signs(x):
     return jnp.sign(g) - row, jnp.floor(g * 3), -jnp.square(row), jnp.where(jnp.logical_not(jnp.isfinite(c)), 1.0, -c)
 
 
-def counted(x):
+def count_uses(x):
     g, row, (a, b, c), num_uses, (rate, count) = x
     return row - rate * g / num_uses, a + num_uses, b + count, c + num_uses * count
 
 
-def swapped(x):
+def swap_states(x):
     g, row, (a, b, c), _, _ = x
     return g, b, a, row[:1] * 0 + c if row.shape == (1,) else c + 1
 
@@ -215,7 +215,7 @@ def constants(x):
     return jnp.zeros_like(row), jnp.full_like(a, 3.0) * rate, jnp.broadcast_to(c, b.shape), jnp.ones(1) * count
 
 
-def nested(x):
+def nest_calls(x):
     g, row, (a, b, c), _, (_, count) = x
     clipped = jax.jit(lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)))(g)
     chosen = jax.lax.cond(count > 2, lambda r: r + 1, lambda r: r * 2, row)
@@ -238,16 +238,16 @@ def halves(x):
 FUNCTIONS = (
     sums,
     products,
-    shared,
+    share_product,
     roots,
     powers,
     exponentials,
-    squashed,
+    squash,
     choices,
     signs,
-    counted,
+    count_uses,
     constants,
-    nested,
+    nest_calls,
     halves,
 )
 
@@ -256,8 +256,8 @@ FUNCTIONS = (
     ("function", "dim"),
     [
         *((function, 8) for function in FUNCTIONS),
-        *((function, 1) for function in (sums, products, constants, nested)),  # a column that is a whole row
-        *(only_on_gpus(f, 1) for f in FUNCTIONS if f not in (sums, products, constants, nested)),
+        *((function, 1) for function in (sums, products, constants, nest_calls)),  # a column that is a whole row
+        *(only_on_gpus(f, 1) for f in FUNCTIONS if f not in (sums, products, constants, nest_calls)),
         *((function, 33) for function in (sums, products)),
         *itertools.starmap(only_on_gpus, itertools.product((sums, products), (3, 128, 1024))),
         *(only_on_gpus(powers, dim) for dim in (3, 33, 128, 1024)),
@@ -289,12 +289,12 @@ def test_kernel_does_what_the_function_says(function, dim):
         wanted = jax.vmap(optimizer.step_row, in_axes=(RowInputs(0, 0, 0, 0, None),))(inputs)
         tolerance = {"rtol": 4e-6, "atol": 1e-6 * max(1.0, np.abs(wanted.row).max())}
         np.testing.assert_allclose(after["rows"], wanted.row, **tolerance)
-        for name, one in zip("abc", wanted.states, strict=True):
-            np.testing.assert_allclose(after["state"][name], one, **tolerance, err_msg=name)
+        for name, array in zip("abc", wanted.states, strict=True):
+            np.testing.assert_allclose(after["state"][name], array, **tolerance, err_msg=name)
 
 
 def test_states_may_change_places():
-    collection_rows, _ = trained(Custom(0.1, function=swapped), 8, [(np.arange(4), np.ones((4, 8)))] * 3)
+    collection_rows, _ = train(Custom(0.1, function=swap_states), 8, [(np.arange(4), np.ones((4, 8)))] * 3)
     np.testing.assert_array_equal(collection_rows["rows"], np.ones((4, 8)))
     np.testing.assert_array_equal(collection_rows["state"]["a"], np.full((4, 8), -1.0))
     np.testing.assert_array_equal(collection_rows["state"]["b"], np.full((4, 8), 0.5))
@@ -353,7 +353,7 @@ def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
         optim.group_ftrl(0.01, learning_rate_power=-0.37, l1=0.1, l21=0.1),
         optim.lift(optax.chain(optax.clip(0.5), optax.adabelief(optax.cosine_decay_schedule(0.1, 10)))),
     ):
-        (on_cpu, _), (on_gpu, _) = on_both(functools.partial(trained, optimizer, dim, batches, dtype))
+        (on_cpu, _), (on_gpu, _) = on_both(functools.partial(train, optimizer, dim, batches, dtype))
         assert_same_bits(on_cpu, on_gpu)
 
 
@@ -362,14 +362,14 @@ def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
 def test_law_10_of_every_operation(function):
     for dim in (1, 8, 33, 200):
         batches = list(random_batches(dim, num_batches=2))
-        (on_cpu, _), (on_gpu, _) = on_both(functools.partial(trained, Custom(0.1, function=function), dim, batches))
+        (on_cpu, _), (on_gpu, _) = on_both(functools.partial(train, Custom(0.1, function=function), dim, batches))
         assert_same_bits(on_cpu, on_gpu)
 
 
 @pytest.mark.parametrize("dim", [3, 8, 128])
 def test_law_3_two_runs_give_the_same_bits(dim):
     batches = list(random_batches(dim))
-    first, second = (trained(optim.lamb(0.1), dim, batches)[0] for _ in range(2))
+    first, second = (train(optim.lamb(0.1), dim, batches)[0] for _ in range(2))
     assert_same_bits(first, second)
 
 
@@ -414,7 +414,7 @@ def of(function, states="abc"):
 )
 def test_refusals(function, message):
     with pytest.raises(program.NotARowProgram, match=message):
-        program.compiled(of(function), 8)
+        program.compile_row_program(of(function), 8)
 
 
 def test_refused_when_the_table_is_declared():
@@ -442,7 +442,7 @@ class ManyStates(Optimizer):
 
 
 def test_number_of_states():
-    held, _ = trained(ManyStates(0.1, num_states=8), 4, [(np.arange(3), np.ones((3, 4)))])
+    held, _ = train(ManyStates(0.1, num_states=8), 4, [(np.arange(3), np.ones((3, 4)))])
     assert len(held["state"]) == 8 and all((state == 1).all() for state in held["state"].values())
     with pytest.raises(ValueError, match=r'TableSpec "t": optimizer: got optim\.many_states with 9 .*at most 8'):
         jaxsok.TableSpec("t", 4, ManyStates(0.1, num_states=9))
@@ -459,7 +459,7 @@ def test_too_many_registers():
         return total
 
     with pytest.raises(program.NotARowProgram, match="registers"):
-        program.compiled(of(many), 8)
+        program.compile_row_program(of(many), 8)
 
 
 def test_what_no_row_has_part_in_is_left_to_xla():
@@ -469,14 +469,14 @@ def test_what_no_row_has_part_in_is_left_to_xla():
         factor = jax.lax.fori_loop(0, 5, lambda i, f: f * x.hyper[0], 1.0)
         return x.row - factor * x.gradient
 
-    compiled = program.compiled(of(step), 8)
+    compiled = program.compile_row_program(of(step), 8)
     assert str(compiled) == "r0 = multiply_subtract s0, r0, r1\nrow = output r0"
     np.testing.assert_allclose(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [0.5**5])
 
 
 def test_zeros_of_both_signs_are_two_scalars():
     optimizer = Custom(0.1, function=lambda x: (jnp.where(x.row > 0, jnp.float32(0.0), jnp.float32(-0.0)), *x.states))
-    scalars = program.compiled(optimizer, 8).scalars((jnp.float32(0.5), jnp.float32(1.0)))
+    scalars = program.compile_row_program(optimizer, 8).scalars((jnp.float32(0.5), jnp.float32(1.0)))
     assert np.signbit(scalars).tolist() in ([False, True], [True, False])
 
 
@@ -486,7 +486,7 @@ def test_long_schedules():
 
     schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})
     optimizer = optim.lift(optax.sgd(schedule))
-    compiled = program.compiled(optimizer, 8)
+    compiled = program.compile_row_program(optimizer, 8)
     for count in (0, 15, 995):
         hyper, _ = optimizer.advance((np.int32(count),), None, None, 8)
         np.testing.assert_allclose(compiled.scalars(hyper), [-schedule(count)], rtol=1e-6)
@@ -499,7 +499,7 @@ def test_long_sums_beside_the_row():
             factor = factor + 1
         return x.row * factor
 
-    compiled = program.compiled(of(step), 8)
+    compiled = program.compile_row_program(of(step), 8)
     np.testing.assert_array_equal(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [3000.5])
 
 
@@ -508,7 +508,7 @@ def test_what_has_no_output_is_not_computed():
         jnp.exp(x.row)
         return x.row + x.gradient
 
-    assert [program.OPS[op[0]] for op in program.compiled(of(step), 8).ops] == ["add", "output"]
+    assert [program.OPS[op[0]] for op in program.compile_row_program(of(step), 8).ops] == ["add", "output"]
 
 
 def test_example_of_the_module():
@@ -518,7 +518,7 @@ def test_example_of_the_module():
         m = 0.9 * x.states[0] + 0.1 * x.gradient
         return x.row - x.hyper[0] * m, m, *x.states[1:]
 
-    lines = str(program.compiled(Custom(0.1, function=step), 8)).splitlines()
+    lines = str(program.compile_row_program(Custom(0.1, function=step), 8)).splitlines()
     documented = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
     assert [line.strip() for line in documented] == lines
 

@@ -79,7 +79,7 @@ def test_unique_keys_are_those_of_the_published_workloads(name, distribution, mi
 def test_the_check_of_unique_keys_refuses_a_wrong_generator(monkeypatch):
     monkeypatch.setattr(workloads, "draw_ids", lambda distribution, num_rows, shape, rng: np.zeros(shape, np.int64))
     with pytest.raises(RuntimeError, match="disagree"):
-        workloads.key_sets(workloads.WORKLOADS["W6"].scaled(0.001), "uniform", 1, seed=0)
+        workloads.key_sets(workloads.WORKLOADS["W6"].scale(0.001), "uniform", 1, seed=0)
 
 
 def test_unknown_names_are_refused_before_anything_runs():
@@ -155,8 +155,8 @@ def test_the_xla_peer_steps_each_row_once(optimizer):
             step = g / (root + (1e-8 if optimizer == "rowwise_adagrad" else 0.0))
         want[row] -= 0.01 * step
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # float32 sums against float64
-    for one, other in zip(got_states, want_states, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    for got_state, other in zip(got_states, want_states, strict=True):
+        np.testing.assert_allclose(got_state, other, rtol=1e-4, atol=1e-6)
     assert int(count) == 1
 
 
@@ -242,7 +242,7 @@ def test_a_table_of_meshes_compares_whole_steps_alone():
     assert (pipelined[row_wise], pipelined[table_wise]) == ("8.23 ms, 4.12", "4.9 ms, 2.45")
     assert two[row_wise] == "8.23 ms"  # no ratio between two devices and eight
     assert tables.exchange_rows(found, False)[2][-1] == tables.NOTHING
-    strong = [dataclasses.replace(one, notes=one.notes | {"scaling": "strong"}) for one in found]
+    strong = [dataclasses.replace(record, notes=record.notes | {"scaling": "strong"}) for record in found]
     assert tables.exchange_rows(strong, True)[2][tables.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
     assert tables.rows(found) == tables.peer_rows(found) == []
 
@@ -252,13 +252,13 @@ def small_m1(monkeypatch):
     """Reduces M1 to few tables: a program has an operand for each table, and compilation dominates the time."""
     small = dataclasses.replace(workloads.MESH_WORKLOADS["M1"], num_tables=2)
     monkeypatch.setitem(workloads.MESH_WORKLOADS, "M1", small)
-    return small.scaled(0.0005)
+    return small.scale(0.0005)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_planned_step_copies_no_table(small_m1):
     workload = small_m1.on_devices(2, "weak")
-    collection = fill.filled(workload, "rowwise_adagrad", bench_exchange.mesh_of(2)).collection
+    collection = fill.fill_tables(workload, "rowwise_adagrad", bench_exchange.mesh_of(2)).collection
     state = collection.init(seed=0)
     (ids,) = workloads.draw_batches(workload, "uniform", 1, seed=0)
     plan = collection.plan(fill.pack(collection, workload, ids), send_capacity=(64,))
@@ -316,9 +316,9 @@ def test_kernels_are_counted_for_their_floor(monkeypatch):
     """Simulates a GPU with CuPy: the profiler's kernels, and the time of as many empty kernels."""
     asked = []
     plain = types.SimpleNamespace(nothing=lambda count, protocol: asked.append(count) or timing.summary([0.5], 1))
-    monkeypatch.setattr(bench_small.cuda_kernels, "loaded", lambda dim: plain)
+    monkeypatch.setattr(bench_small.cuda_kernels, "load_kernels", lambda dim: plain)
     seen = {"gather": (2.0, 0.1), "sort": (1.0, 0.2)}
-    monkeypatch.setattr(timing, "launched", lambda function, steps: function() or seen)
+    monkeypatch.setattr(timing, "list_launched", lambda function, steps: function() or seen)
     small = dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2)
     monkeypatch.setitem(workloads.WORKLOADS, "W1", small)
     recorder = records.Recorder(None, {})
@@ -409,9 +409,9 @@ def test_what_torchrec_wrote_becomes_records(tmp_path):
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     found = [records.Record(**line | {"timing": timing.Timing(**line["timing"])}) for line in lines]
-    named = {(one.what, one.notes["program"], one.notes["sharding"], one.notes["wire"]) for one in found}
+    named = {(record.what, record.notes["program"], record.notes["sharding"], record.notes["wire"]) for record in found}
     assert len(named) == len(found) == 3 * 3 * 2
-    assert all(one.subject == "torchrec" and one.num_devices == 2 and one.timing.ms > 0 for one in found)
+    assert all(record.subject == "torchrec" and record.num_devices == 2 and record.timing.ms > 0 for record in found)
 
 
 def test_benchmarks_need_no_library_of_readers():
@@ -525,12 +525,18 @@ def test_tables_that_are_served_are_compared_with_the_right_records():
 
 def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
     recorder = records.Recorder(None, {})
-    wrong = lambda tables, keys: {name: one + jnp.float32(1) for name, one in bench_serving.fused(tables, keys).items()}  # noqa: E731
-    monkeypatch.setitem(bench_serving._FUNCTIONS, "unfused", wrong)
+
+    def add_to_rows(tables, keys):
+        found = bench_serving.lookup_fused(tables, keys)
+        return {name: rows + jnp.float32(1) for name, rows in found.items()}
+
+    monkeypatch.setitem(bench_serving._FUNCTIONS, "unfused", add_to_rows)
     monkeypatch.setattr(bench_serving, "_measure_dlrm", lambda *arguments: None)
     bench_serving.measure(recorder, timing.QUICK.brief(), 0, 1.0, 0.0005, is_quick=True)
     assert {failure["what"].split(" samples")[0] for failure in recorder.failures} >= {"serving S1"}
-    assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]
+    assert not [
+        record for record in recorder.records if record.what == records.SERVED and record.notes["way"] != "fused"
+    ]
 
 
 def test_ids_for_a_cache_hit_as_often_as_asked():
@@ -758,7 +764,9 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
 
     about, found, _ = records.load(path)
     assert about["num_devices"] == [num_devices]
-    measured = {(one.what, one.notes["program"], one.notes["wire"], one.notes["front_end"]) for one in found}
+    measured = {
+        (record.what, record.notes["program"], record.notes["wire"], record.notes["front_end"]) for record in found
+    }
     whole = {
         (what, program)
         for what in (records.EVALUATION, records.TRAINING, records.STEP)
@@ -784,9 +792,13 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
         | {(records.DLRM, program, "float32", "jit") for program in ("pipelined", "exact ahead", "stale ahead")}
         | {(records.STEP, "planned", "float32", "pmap")}
     )
-    assert all(one.timing.ms > 0 for one in found)
+    assert all(record.timing.ms > 0 for record in found)
     # A whole step sends requests, and rows twice; bfloat16 halves the rows.
-    sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
+    sent = {
+        (record.notes["program"], record.notes["wire"]): record.moved_bytes
+        for record in found
+        if record.what == records.STEP
+    }
     assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
     assert len(tables.exchange_rows(found, False)) == len(found)
 

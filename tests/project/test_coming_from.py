@@ -32,14 +32,14 @@ TEN = [
 ]
 
 
-def combined(rows, weights, combiner):
+def combine_sample(rows, weights, combiner):
     """Combines one sample by the definition in `tf.nn.embedding_lookup_sparse`."""
     weights = np.asarray(weights, np.float64)
     total = sum(weight * row for weight, row in zip(weights, rows, strict=True))
     return total / {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}[combiner]
 
 
-def looked_up(rows, indices, ids, num_samples, weights=None, combiner="mean", default_id=None, *, prunes=True):
+def look_up(rows, indices, ids, num_samples, weights=None, combiner="mean", default_id=None, *, prunes=True):
     """Computes `tf.nn.safe_embedding_lookup_sparse`; without pruning the plain lookup, with zeros for empty samples."""
     weights = np.ones(len(ids)) if weights is None else weights
     result = np.zeros((num_samples, DIM))
@@ -50,7 +50,7 @@ def looked_up(rows, indices, ids, num_samples, weights=None, combiner="mean", de
         if not entries and default_id is not None:
             entries = [(default_id, 1.0)]
         if entries:
-            result[sample] = combined([rows[key] for key, _ in entries], [w for _, w in entries], combiner)
+            result[sample] = combine_sample([rows[key] for key, _ in entries], [w for _, w in entries], combiner)
     return result
 
 
@@ -97,7 +97,7 @@ def found():
     collection, raw = names["lookups"], names["raw"]
     embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch(raw).features)
     rows = rows_by_key(collection, state, np.arange(12))
-    return {name: np.asarray(one) for name, one in embeddings.items()}, rows
+    return {name: np.asarray(rows) for name, rows in embeddings.items()}, rows
 
 
 def test_every_one_of_the_ten_is_in_the_table_and_has_a_line():
@@ -113,8 +113,8 @@ def test_a_line_gives_what_the_function_does(found, name):
     """The page's batch has negative ids, non-positive weights, and samples that are empty before or after pruning."""
     embeddings, rows = found
     names, *_ = page()
-    indices, ids, weights, raw = (names[one] for one in ("indices", "ids", "weights", "raw"))
-    lookup = functools.partial(looked_up, rows, indices)
+    indices, ids, weights, raw = (names[name] for name in ("indices", "ids", "weights", "raw"))
+    lookup = functools.partial(look_up, rows, indices)
     two_columns = [lookup(np.abs(ids), 4), lookup(ids, 4)]  # "genre", then "tag"
     two_sequences = [sequences(rows, names["ragged"])] * 2
     columns = names["columns"]
@@ -178,7 +178,7 @@ def test_safe_on_random_bags(combiner, weighted, default_id):
         )
         embeddings, state, _ = collection.lookup(collection.init(seed=0), collection.batch({"bag": bag}).features)
         rows = rows_by_key(collection, state, np.arange(10))
-        want = looked_up(rows, indices, ids, 12, weights, combiner, default_id)
+        want = look_up(rows, indices, ids, 12, weights, combiner, default_id)
         assert (lengths == 0).any() and np.any(want)
         np.testing.assert_allclose(embeddings["bag"], want, rtol=1e-5, atol=1e-6)
 

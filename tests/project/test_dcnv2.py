@@ -145,8 +145,8 @@ def test_files_do_not_depend_on_threads(tmp_path, monkeypatch):
         synthetic_log.write_bags(tmp_path / str(threads), num_threads=threads, **arguments)
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert len(names) == 5 * 3 and names == sorted(path.name for path in (tmp_path / "3").iterdir())
-    one, three = (criteo.binary_source(tmp_path / str(threads)).take(slice(0, 300)) for threads in (1, 3))
-    for name, column in one.items():
+    single, three = (criteo.binary_source(tmp_path / str(threads)).take(slice(0, 300)) for threads in (1, 3))
+    for name, column in single.items():
         np.testing.assert_array_equal(column, three[name])
 
 
@@ -190,7 +190,7 @@ def test_the_model_is_that_of_the_reference():
     x = np.float64(integers)
     for weights, biases in layers["bottom"]:
         x = np.maximum(x @ weights + biases, 0)
-    x = first = np.concatenate([x, *(np.float64(one) for one in embeddings.values())], axis=1)
+    x = first = np.concatenate([x, *(np.float64(rows) for rows in embeddings.values())], axis=1)
     assert x.shape == (5, 27 * CONFIG.dim) and len(layers["up"]) == 3
     for (v, _), (w, b) in zip(layers["down"], layers["up"], strict=True):
         assert v.shape == (27 * CONFIG.dim, 12) and w.shape == (12, 27 * CONFIG.dim)

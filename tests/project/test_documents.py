@@ -38,7 +38,7 @@ def world_of_users(monkeypatch):
         yield
 
 
-def fenced(text):
+def blocks_of(text):
     """Yields each fenced block of a page: language, number of lines before it, text, and text since the last block."""
     blocks, end = [], 0
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
@@ -107,7 +107,7 @@ def test_examples_were_found():
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
 def test_code_of_pages(page):
     """The Python of a page runs block after block; a block of text directly after one is its output."""
-    blocks, names = fenced((ROOT / page).read_text()), {"__name__": "__main__"}
+    blocks, names = blocks_of((ROOT / page).read_text()), {"__name__": "__main__"}
     for i, (language, line, code, _) in enumerate(blocks):
         if language != "python":
             continue
@@ -253,7 +253,7 @@ def find_over_batches():
     collection = item()
     features = collection.batch({"item": np.array([7])}).features
     two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), features)
-    jax.vmap(lambda one: collection.find(collection.init(), one)[0])(two)
+    jax.vmap(lambda features: collection.find(collection.init(), features)[0])(two)
 
 
 def traced_rate():
@@ -277,9 +277,9 @@ def mesh_of_cpus():
 
 def over(mesh=None, axis="data", exchange=None, tables=None, **options):
     """Returns the collection of `item` over two devices."""
-    one = item(**options)
+    single = item(**options)
     mesh = mesh_of() if mesh is None else mesh
-    return jaxsok.Collection(tables or one.tables, one.features, mesh=mesh, axis=axis, exchange=exchange)
+    return jaxsok.Collection(tables or single.tables, single.features, mesh=mesh, axis=axis, exchange=exchange)
 
 
 def tables_of(placement, names=("item",)):
@@ -535,7 +535,7 @@ def message_of(provoke, monkeypatch):
 
 def quoted_messages():
     """Returns each line of text in docs/errors.md."""
-    blocks = fenced((ROOT / "docs/errors.md").read_text())
+    blocks = blocks_of((ROOT / "docs/errors.md").read_text())
     return [line for language, _, text, _ in blocks if language == "text" for line in text.splitlines()]
 
 

@@ -71,7 +71,8 @@ def test_fused_and_unfused_tables_give_the_same_bits(tmp_path):
     (keys, *_) = serve_fused.make_batches(config)
     words = keys["sparse_embedding1"]
     np.testing.assert_array_equal(
-        serve_fused.unfused(tables, {"sparse_embedding1": jnp.asarray(words)})["sparse_embedding1"], rows[words[..., 0]]
+        serve_fused.lookup_unfused(tables, {"sparse_embedding1": jnp.asarray(words)})["sparse_embedding1"],
+        rows[words[..., 0]],
     )
 
 
@@ -236,11 +237,11 @@ def test_the_checkpoint_stays_until_the_report(log, tmp_path, monkeypatch):
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=1024, held_out_rows=256, checkpoint_dir=tmp_path / "run")
     config = dataclasses.replace(config, checkpoint_every=3)
 
-    def interrupted(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(click_training, "evaluate", interrupted)
+        patched.setattr(click_training, "evaluate", interrupt)
         train_dlrm.train(config)
     result = train_dlrm.train(config)
     assert (result.num_restored, result.num_samples, result.is_interrupted) == (768, 768, False)
@@ -319,14 +320,14 @@ def one_device(log):
     return train_dlrm.train(dataclasses.replace(FEW, data=(log,)))
 
 
-def _assert_same_training(many: click_training.Result, one: click_training.Result) -> None:
+def _assert_same_training(many: click_training.Result, single: click_training.Result) -> None:
     # Sums in another order, in all layers and over eight steps, change some units of the last of seven digits.
-    np.testing.assert_allclose(many.losses, one.losses, rtol=2e-5)
-    np.testing.assert_array_equal(many.growth, one.growth)
-    assert many.num_rows == one.num_rows
-    assert (many.num_samples, many.num_held_out) == (one.num_samples, one.num_held_out)
-    assert many.missing_keys == one.missing_keys
-    assert many.auc == pytest.approx(one.auc, abs=1e-3)
+    np.testing.assert_allclose(many.losses, single.losses, rtol=2e-5)
+    np.testing.assert_array_equal(many.growth, single.growth)
+    assert many.num_rows == single.num_rows
+    assert (many.num_samples, many.num_held_out) == (single.num_samples, single.num_held_out)
+    assert many.missing_keys == single.missing_keys
+    assert many.auc == pytest.approx(single.auc, abs=1e-3)
 
 
 def test_many_devices_train_as_one(log, one_device):

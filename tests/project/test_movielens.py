@@ -222,16 +222,16 @@ def test_dynamic_tables_learn_as_dense_ones_do(small, model):
 def test_two_devices_learn_as_one(small):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
-    one, two = (trained(dataclasses.replace(small, num_devices=number)) for number in (1, 2))
-    np.testing.assert_allclose(one.losses, two.losses, rtol=1e-4)
-    assert one.num_rows == two.num_rows
-    assert one.auc == pytest.approx(two.auc, abs=1e-3)
+    single, two = (trained(dataclasses.replace(small, num_devices=number)) for number in (1, 2))
+    np.testing.assert_allclose(single.losses, two.losses, rtol=1e-4)
+    assert single.num_rows == two.num_rows
+    assert single.auc == pytest.approx(two.auc, abs=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", sorted(train_movielens.MODELS))
 def test_parity_on_the_real_log(model):
-    """The mean AUC of five seeds is that of docs/training.md, and equals that of dense tables."""
+    """The mean AUC of five seeds is that of docs/large_examples.md, and equals that of dense tables."""
     if "JAXSOK_ML100K" not in os.environ:
         pytest.skip("set JAXSOK_ML100K to the folder of MovieLens 100K (its licence forbids handing it on)")
     data = pathlib.Path(os.environ["JAXSOK_ML100K"]) / "u.data"

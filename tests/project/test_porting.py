@@ -1,4 +1,4 @@
-"""The programs of docs/porting_sok_hps.md in several processes, on other devices, and with distinct rows."""
+"""The programs of docs/porting_*.md in several processes, on other devices, and with distinct rows."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from waiting import ended, free_port
+from waiting import free_port, wait_for_end
 
 import jaxsok
 from jaxsok import serving
@@ -26,7 +26,7 @@ LOSSES = [30.0, 27.0258, 24.9137]  # printed by SOK
 
 def test_sok_in_two_processes_with_their_own_rows(tmp_path):
     """The page's function is unchanged; each process has one of the two samples and two of the four devices."""
-    page = (ROOT / "docs/porting_sok_hps.md").read_text()
+    page = (ROOT / "docs/porting_sok.md").read_text()
     program = next(
         code for code in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.M) if "def train" in code
     )
@@ -44,7 +44,7 @@ print([train(jax.devices(), target_gpu) for target_gpu in (-1, 3)])
         with (tmp_path / f"{number}.out").open("wb") as out, (tmp_path / f"{number}.err").open("wb") as err:
             command, variables = [sys.executable, "-c", script], {**environment, "NUMBER": str(number)}
             processes.append(subprocess.Popen(command, env=variables, stdout=out, stderr=err))
-    assert ended(processes, tmp_path, timeout_s=180) == [0, 0], (tmp_path / "0.err").read_text()[-1500:]
+    assert wait_for_end(processes, tmp_path, timeout_s=180) == [0, 0], (tmp_path / "0.err").read_text()[-1500:]
     for number in range(2):
         *_, printed = (tmp_path / f"{number}.out").read_text().splitlines()
         assert json.loads(printed) == [LOSSES, LOSSES]

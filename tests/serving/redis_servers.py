@@ -31,8 +31,8 @@ def free_port():
     """
     while True:
         port = random.SystemRandom().randrange(12_000, 22_000)
-        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", port))
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as other:
+            first.bind(("127.0.0.1", port))
             other.bind(("127.0.0.1", port + 10_000))
             return port
 

@@ -46,7 +46,7 @@ class Known:
         return out
 
 
-def stored(rows, dtype):
+def read_stored(rows, dtype):
     """Returns what rows read after they were stored in a dtype, by the formulas of the documentation."""
     if dtype in ("int8", "float8_e4m3fn"):
         largest, least = {"int8": (127.0, 2.0**-126), "float8_e4m3fn": (448.0, 1.0 / (448.0 * 512.0))}[dtype]
@@ -57,7 +57,7 @@ def stored(rows, dtype):
     return rows.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)).astype(np.float64)
 
 
-def made(declared, seed=0, num_rows=40, spare_rows=0):
+def make_tables(declared, seed=0, num_rows=40, spare_rows=0):
     """Makes frozen tables, and returns them with their contents.
 
     Args:
@@ -75,7 +75,7 @@ def made(declared, seed=0, num_rows=40, spare_rows=0):
         keys = keys_of(number, num_rows)
         rows = rng.normal(size=(num_rows, table.dim)).astype(np.float32)
         sources.append((table, frozen.SizedRecords(num_rows, [Records(keys, rows)])))
-        known[table.name] = Known(table, dict(zip(keys.tolist(), stored(rows, table.dtype), strict=True)))
+        known[table.name] = Known(table, dict(zip(keys.tolist(), read_stored(rows, table.dtype), strict=True)))
     return frozen.freeze_records(sources, spare_rows=spare_rows)[0], known
 
 
@@ -86,18 +86,18 @@ def keys_of(number, num_rows):
     return keys
 
 
-def drawn(rng, number, shape, num_rows=40):
+def draw_keys(rng, number, shape, num_rows=40):
     """Draws keys of a table: present keys with repetitions, missing keys, and padding."""
     keys = rng.choice(keys_of(number, num_rows), shape)
     keys = np.where(rng.random(shape) < 0.15, np.uint64(10**9) + rng.integers(0, 5, shape).astype(np.uint64), keys)
     return np.where(rng.random(shape) < 0.1, np.uint64(PADDING), keys)
 
 
-def drawn_bags(rng, number, num_bags, is_weighted=False, num_rows=40):
+def draw_bags(rng, number, num_bags, is_weighted=False, num_rows=40):
     """Draws ragged bags, the second one empty: as `jaxsok.Bags`, and as lists of (key, weight)."""
     lengths = rng.integers(0, 5, num_bags)
     lengths[1:2] = 0
-    keys = drawn(rng, number, int(lengths.sum()), num_rows)
+    keys = draw_keys(rng, number, int(lengths.sum()), num_rows)
     weights = (rng.integers(1, 8, keys.size) / 4).astype(np.float32)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     factors = weights if is_weighted else np.ones(keys.size, np.float32)

@@ -28,9 +28,19 @@ from c_interface_cases import (
     Request,
     Tables,
     load,
-    opened,
+    open_tables,
 )
-from serving_cases import ASKED, INITIALIZERS, UNKNOWN_DIM, Trained, config_of, expected, model_of, rows_of, untrained
+from serving_cases import (
+    ASKED,
+    INITIALIZERS,
+    UNKNOWN_DIM,
+    Trained,
+    config_of,
+    declare_untrained,
+    expect,
+    model_of,
+    rows_of,
+)
 
 from jaxsok import Records, serving
 from jaxsok import __main__ as command_line
@@ -103,7 +113,7 @@ def draw_requests(rng, tables, num_requests=20, most=40):
     return requests
 
 
-def looked_up(tables, requests):
+def look_up(tables, requests):
     """Returns what a lookup in Python returns."""
     inputs = {
         str(i): LookupInput(
@@ -121,15 +131,15 @@ def looked_up(tables, requests):
 
 
 def assert_same_bits(got, wanted):
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint32), other.reshape(one.shape).view(np.uint32))
+    for array, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(array.view(np.uint32), other.reshape(array.shape).view(np.uint32))
 
 
 # Answers ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_in_a_folder(folder):
-    with opened(folder) as tables:
+    with open_tables(folder) as tables:
         assert tables.tables() == {name: (table.dim, 400) for name, table in world().tables.items()}
         assert all(tables.number(name) == t for t, name in enumerate(tables.tables()))
         assert tables.number("nobody") == -1
@@ -145,9 +155,9 @@ def test_what_is_in_a_folder(folder):
 def test_lookups_have_the_bits_of_python(folder, flags):
     """Lookups in C have the bits of Python: single keys, bags, weights, all combiners and dtypes, in one call."""
     rng = np.random.default_rng(flags)
-    with opened(folder, flags=flags) as tables:
+    with open_tables(folder, flags=flags) as tables:
         requests = draw_requests(rng, world(), num_requests=40)
-        assert_same_bits(tables.lookup(*requests), looked_up(world(), requests))
+        assert_same_bits(tables.lookup(*requests), look_up(world(), requests))
         assert tables.lookup() == []
 
 
@@ -161,8 +171,8 @@ def test_many_keys_and_tiles(folder):
         Request(name, rng.integers(0, 500, (700, 3)).astype(np.uint64), "mean"),
         Request(name, np.zeros((0, 3), np.uint64), "mean"),
     ]
-    with opened(folder) as tables:
-        assert_same_bits(tables.lookup(*requests), [*looked_up(world(), requests[:3]), np.zeros((0, 128), np.float32)])
+    with open_tables(folder) as tables:
+        assert_same_bits(tables.lookup(*requests), [*look_up(world(), requests[:3]), np.zeros((0, 128), np.float32)])
 
 
 def test_rows_are_those_that_were_frozen(tmp_path):
@@ -177,20 +187,20 @@ def test_rows_are_those_that_were_frozen(tmp_path):
     ]
     serving.export_frozen(tmp_path / "tables", freeze_records(sources)[0])
     keys = np.array([0, 1, 3, 87, 90, 2**64 - 1, 2**63], np.uint64)
-    with opened(tmp_path / "tables") as tables:
+    with open_tables(tmp_path / "tables") as tables:
         assert tables.tables() == {name: (5, len(rows)) for name, rows in content.items()}
         got = tables.lookup(*(Request(name, keys) for name in content))
-    for one, rows in zip(got, content.values(), strict=True):
-        np.testing.assert_array_equal(one, expected(rows, keys, -1.5, 5))
+    for array, rows in zip(got, content.values(), strict=True):
+        np.testing.assert_array_equal(array, expect(rows, keys, -1.5, 5))
 
 
 def test_unknown_keys_read_their_initial_rows(tmp_path):
     """Unknown keys read what `find` reads in training, for every initializer."""
-    collection, state = untrained()
+    collection, state = declare_untrained()
     serving.export_frozen(tmp_path / "tables", freeze(collection, state, tables=list(INITIALIZERS), device=CPU))
     batch = collection.batch({table.name: ASKED for table in collection.tables})
     found, _ = collection.find(state, batch.features)
-    with opened(tmp_path / "tables") as tables:
+    with open_tables(tmp_path / "tables") as tables:
         got = tables.lookup(*(Request(name, ASKED) for name in INITIALIZERS))
     wanted = [np.asarray(found[name]).reshape(-1, UNKNOWN_DIM) for name in INITIALIZERS]
     if jax.default_backend() == "cpu":
@@ -219,7 +229,7 @@ def test_the_command_freezes_what_a_session_serves(source, tmp_path, capsys):
     assert command_line.main(["freeze", path, str(tmp_path / "tables")]) == 0
     assert "user: " in capsys.readouterr().out
     keys = np.array([0, 3, 7, 25, 35, 2**63 + 5, PADDING_KEY], np.uint64)
-    with serving.open(config, device=CPU) as session, opened(tmp_path / "tables") as tables:
+    with serving.open(config, device=CPU) as session, open_tables(tmp_path / "tables") as tables:
         wanted = session.lookup({"user": keys, "item": keys})
         got = tables.lookup(Request("user", keys), Request("item", keys))
     assert_same_bits(got, [wanted["user"], wanted["item"]])
@@ -247,8 +257,8 @@ def test_threads_get_their_own_answers(folder):
     wanted = {}
     for seed in seeds:
         requests = draw_requests(np.random.default_rng(seed), world(), num_requests=8)
-        wanted[seed] = (requests, looked_up(world(), requests))
-    with opened(folder) as tables:
+        wanted[seed] = (requests, look_up(world(), requests))
+    with open_tables(folder) as tables:
 
         def work(seed):
             requests, answers = wanted[seed]
@@ -277,12 +287,12 @@ def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, gpu_world, tmp_path)
     """The kernels of a GPU give the bits of Python, on a stream of the caller and captured in a graph."""
     serving.export_frozen(tmp_path / "tables", gpu_world)
     gpu = Gpu()
-    with opened(tmp_path / "tables", back_end="cuda") as tables:
+    with open_tables(tmp_path / "tables", back_end="cuda") as tables:
         assert tables.library.jaxsok_platform() == b"cuda"
         for seed in range(4):
             requests = draw_requests(np.random.default_rng(seed), gpu_world, num_requests=(1, 8, 40, 300)[seed])
             got = gpu.lookup(tables, *requests, is_graph=is_graph)
-            assert_same_bits(got, looked_up(gpu_world, requests))
+            assert_same_bits(got, look_up(gpu_world, requests))
 
 
 @pytest.mark.gpu
@@ -290,8 +300,8 @@ def test_threads_on_a_gpu(gpu_world, tmp_path):
     """Threads look up the same tables at one time, each on its own stream."""
     serving.export_frozen(tmp_path / "tables", gpu_world)
     drawn = [draw_requests(np.random.default_rng(seed), gpu_world, num_requests=8) for seed in range(16)]
-    wanted = [looked_up(gpu_world, requests) for requests in drawn]
-    with opened(tmp_path / "tables", back_end="cuda") as tables:
+    wanted = [look_up(gpu_world, requests) for requests in drawn]
+    with open_tables(tmp_path / "tables", back_end="cuda") as tables:
 
         def work(requests, answers):
             gpu = Gpu()
@@ -307,7 +317,7 @@ def test_calls_on_a_gpu_that_are_refused(gpu_world, tmp_path):
     serving.export_frozen(tmp_path / "tables", gpu_world)
     assert "device: got -1, wanted 0 to" in refusal(tmp_path / "tables", BAD_ARGUMENT, back_end="cuda", device=-1)
     gpu = Gpu()
-    with opened(tmp_path / "tables", back_end="cuda") as tables:
+    with open_tables(tmp_path / "tables", back_end="cuda") as tables:
         request = Request("float32_4_0", np.arange(4, dtype=np.uint64))
         feature = tables.pack([request])[3][0]
         feature.out = gpu.put(np.zeros(64, np.float32)) + 4
@@ -361,7 +371,7 @@ def test_the_example_prints_rows(folder, tmp_path):
     found = subprocess.run([program, folder, "float32_4_0", "3", "77", "-1"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     keys = np.array([3, 77, PADDING], np.uint64)
-    rows = looked_up(world(), [Request("float32_4_0", keys)])[0]
+    rows = look_up(world(), [Request("float32_4_0", keys)])[0]
     lines = [line.split() for line in found.stdout.splitlines()[-3:]]
     assert [line[0] for line in lines] == ["3", "77", "-1"]
     np.testing.assert_array_equal(np.array([line[1:] for line in lines], np.float32), rows)
@@ -414,7 +424,7 @@ def test_files_of_another_size(folder, damaged, flags):
             text = refusal(damaged, BAD_FOLDER, flags=flags)
             assert f'{file.name}": got {wrong} bytes, wanted {size}; the folder is damaged' in text
         shutil.copy(file, damaged / file.name)
-    with opened(damaged, flags=flags):
+    with open_tables(damaged, flags=flags):
         pass
 
 
@@ -429,11 +439,11 @@ def test_every_changed_bit_is_noticed(folder, damaged):
             text = refusal(damaged, BAD_FOLDER)
             assert (file.name in text and "the folder is damaged" in text) or "version" in text
         (damaged / file.name).write_bytes(content)
-    with opened(damaged):
+    with open_tables(damaged):
         pass
 
 
-def sealed(rest):
+def seal(rest):
     """Returns a manifest with the right checksum."""
     return b'{"checksum": %d,\n' % zlib.crc32(rest) + rest
 
@@ -443,7 +453,7 @@ def manifest_with(folder, change):
     body = json.loads((folder / "frozen.json").read_text())
     del body["checksum"]
     change(body)
-    (folder / "frozen.json").write_bytes(sealed(json.dumps(body).encode()[1:]))
+    (folder / "frozen.json").write_bytes(seal(json.dumps(body).encode()[1:]))
 
 
 HUGE = 2**64
@@ -539,7 +549,7 @@ def test_any_manifest_opens_or_is_refused(damaged):
             at, size = int(rng.integers(len(changed))), int(rng.integers(0, 4))
             piece = pieces[rng.integers(len(pieces))] if rng.random() < 0.6 else rng.bytes(int(rng.integers(0, 3)))
             changed[at : at + size] = piece
-        (damaged / "frozen.json").write_bytes(sealed(bytes(changed)))
+        (damaged / "frozen.json").write_bytes(seal(bytes(changed)))
         try:
             Tables(damaged, flags=UNVERIFIED).close()
             statuses.add(0)
@@ -558,7 +568,7 @@ def test_any_index_and_rows_are_safe_to_look_up(folder, damaged):
             where = rng.random(content.size) < (0.001, 0.2, 1.0)[rng.integers(3)]
             content[where] = rng.integers(0, 256, where.sum())
             file.write_bytes(content.tobytes())
-        with opened(damaged, flags=UNVERIFIED) as tables:
+        with open_tables(damaged, flags=UNVERIFIED) as tables:
             try:
                 tables.lookup(*draw_requests(rng, world()))
                 statuses.add(0)
@@ -635,7 +645,7 @@ def test_batches_that_are_refused(name, folder):
     keys, weights = np.arange(10, dtype=np.uint64), np.ones(6, np.float32)
     offsets, out = np.array([0, 5, 5, 1], np.int32), np.full((10, 4), 7, np.float32)
     arrays = [(array.ctypes.data, array.size) for array in (keys, offsets, weights)]
-    with opened(folder) as tables:
+    with open_tables(folder) as tables:
         first = tables.pack([Request("float32_4_0", keys[:4])])[3][0]
         second = type(first)(0, 1, 4, 6, 1, 0, 0, out.ctypes.data)
         first.out = out[6:].ctypes.data
@@ -653,7 +663,7 @@ def test_any_batch_is_looked_up_or_refused(folder):
     keys, weights = rng.integers(0, 500, 12).astype(np.uint64), rng.standard_normal(12).astype(np.float32)
     extremes = [-(2**63), -(2**31), -2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1]
     out = np.zeros((3, 13, 128), np.float32)
-    with opened(folder) as tables:
+    with open_tables(folder) as tables:
 
         def number(most, bits=64):
             found = int(rng.integers(-1, most)) if rng.random() < 0.95 else extremes[rng.integers(len(extremes))]
@@ -685,7 +695,7 @@ def test_any_batch_is_looked_up_or_refused(folder):
 
 
 def test_arrays_that_are_refused(folder):
-    with opened(folder) as tables:
+    with open_tables(folder) as tables:
         for arrays, text in (
             ([(None, 1), (None, 0), (None, 0)], "keys: got 1 of them at 0, wanted"),
             ([(4, 1), (None, 0), (None, 0)], "keys: got 1 of them at 0x4, wanted"),

@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from redis_servers import Cluster, Server, running
-from serving_cases import PADDING, Trained, config_of, expected, model_of, rows_of, write
+from serving_cases import PADDING, Trained, config_of, expect, model_of, rows_of, write
 from waiting import wait_until
 
 from jaxsok import serving
@@ -72,8 +72,8 @@ def database(request, tmp_path):
         made = rocks_at(tmp_path / "rocks", max_batch_size=17)  # Each batch waits for the disk.
     else:
         place = request.getfixturevalue(request.param)
-        for one in getattr(place, "servers", [place]):
-            one.client.flushall()
+        for server in getattr(place, "servers", [place]):
+            server.client.flushall()
         made = redis_at(place.address, max_batch_size=7)
     with contextlib.closing(made):
         yield made
@@ -271,7 +271,9 @@ class Tiers:
 
     def __init__(self, volatile, persistent):
         self.both = DatabaseRows([volatile, persistent], "dlrm", [USER], lifts=True)
-        self.volatile, self.persistent = (DatabaseRows([one], "dlrm", [USER]) for one in (volatile, persistent))
+        self.volatile, self.persistent = (
+            DatabaseRows([database], "dlrm", [USER]) for database in (volatile, persistent)
+        )
         self.background = volatile.background
 
 
@@ -350,8 +352,8 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_declared(redis, server
 
 def test_a_node_that_hangs(cluster):
     """A call to a node that hangs fails; the next call after it resumes succeeds."""
-    for one in cluster.servers:
-        one.client.flushall()
+    for server in cluster.servers:
+        server.client.flushall()
     keys = np.arange(64, dtype=np.uint64)
     with contextlib.ExitStack() as opened:
         databases = [opened.enter_context(contextlib.closing(redis_at(cluster.address, timeout_s=s))) for s in (60, 1)]
@@ -424,8 +426,8 @@ def test_a_node_that_dies_in_the_middle(tmp_path):
 
 
 def test_the_first_node_that_answers_is_asked_for_the_cluster(cluster):
-    for one in cluster.servers:
-        one.client.flushall()
+    for server in cluster.servers:
+        server.client.flushall()
     with contextlib.closing(redis_at(f"127.0.0.1:1, {cluster.servers[2].address}")) as database:
         rows = DatabaseRows([database], "dlrm", [USER])
         rows.insert("user", np.arange(99, dtype=np.uint64), rows_for(range(99), 4))
@@ -570,7 +572,7 @@ def ask(session, content, version):
         answer = session.lookup(keys)
         assert answer.version == version
         for name in keys:
-            wanted = expected(content[name], keys[name], DEFAULTS[name], DIMS[name])
+            wanted = expect(content[name], keys[name], DEFAULTS[name], DIMS[name])
             np.testing.assert_array_equal(answer[name], wanted)
 
 
@@ -591,7 +593,7 @@ def test_sessions(folders, blocks, tier, tmp_path):
             assert f'model "{name}": ' in session.report()
         keys = np.array([[3, 999], [2, -1]])
         predicted = session.predict({"user": keys}, model="other")["user"]
-        np.testing.assert_array_equal(predicted, expected(CONTENT["user"], keys, -1.0, 4))
+        np.testing.assert_array_equal(predicted, expect(CONTENT["user"], keys, -1.0, 4))
     given["models"].pop()
     with serving.open(given, warm_up=False) as session:
         ask(session, CONTENT, 1)
@@ -645,7 +647,7 @@ def test_deltas(blocks, tmp_path):
         assert session.update(delta) == 2
         answer = session.lookup(keys)
         for name in keys:
-            wanted = expected(trained.content[name], keys[name], DEFAULTS[name], DIMS[name])
+            wanted = expect(trained.content[name], keys[name], DEFAULTS[name], DIMS[name])
             np.testing.assert_array_equal(answer[name], wanted)
         with pytest.raises(ServingError, match="applied already"):
             session.update(delta)

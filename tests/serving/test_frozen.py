@@ -14,7 +14,7 @@ import programs
 import pytest
 import strategies
 from hypothesis import stateful
-from serving_cases import ASKED, INITIALIZERS, KNOWN, TRACED, UNKNOWN_DIM, found_in_training, untrained
+from serving_cases import ASKED, INITIALIZERS, KNOWN, TRACED, UNKNOWN_DIM, declare_untrained, find_in_training
 
 import jaxsok
 from jaxsok import Records, keys
@@ -233,7 +233,7 @@ def test_frozen_equals_training(dtype):
     for name, value in wanted.items():
         assert np.array_equal(np.asarray(got[name]), np.asarray(value)), name
         assert np.array_equal(np.asarray(jitted[name]), np.asarray(value)), name
-    alone = {name: lookup(tables, {name: one})[name] for name, one in given.items()}
+    alone = {name: lookup(tables, {name: lookup_input})[name] for name, lookup_input in given.items()}
     for name in given:
         assert np.array_equal(np.asarray(alone[name]), np.asarray(got[name])), name
 
@@ -242,7 +242,10 @@ def _as_words(inputs):
     """Returns keys in the form that passes a jit boundary."""
     import dataclasses
 
-    return {name: dataclasses.replace(one, keys=keys.to_words(one.keys)) for name, one in inputs.items()}
+    return {
+        name: dataclasses.replace(lookup_input, keys=keys.to_words(lookup_input.keys))
+        for name, lookup_input in inputs.items()
+    }
 
 
 def test_what_keys_read():
@@ -251,14 +254,14 @@ def test_what_keys_read():
     contents = {name: {key: numbers(dim) for key in range(0, 40, 2)} for name, dim in (("a", 2), ("b", 2), ("c", 3))}
     made, _ = frozen_of(tables, contents, spare_rows=3)
     asked = {"x": ("a", SEED.integers(0, 44, (4, 3))), "y": ("b", SEED.integers(0, 44, 9)), "z": ("a", np.arange(5))}
-    got, counts = lookup_with_counts(made, {name: LookupInput(*one) for name, one in asked.items()})
+    got, counts = lookup_with_counts(made, {name: LookupInput(*words) for name, words in asked.items()})
     default = {"a": 0.5, "b": -1.0}
     for name, (table, given) in asked.items():
         wanted = [contents[table].get(int(key), np.full(2, default[table], np.float32)) for key in given.reshape(-1)]
         assert np.array_equal(np.asarray(got[name]), np.array(wanted).reshape(*given.shape, 2))
     counts = dict(zip(made.tables, np.asarray(counts), strict=True))
     for name in "ab":
-        given = np.concatenate([one.reshape(-1) for table, one in asked.values() if table == name])
+        given = np.concatenate([words.reshape(-1) for table, words in asked.values() if table == name])
         found = sum(int(key) in contents[name] for key in given)
         assert counts[name][COUNTS.index("num_found")] == found
         assert counts[name][COUNTS.index("num_missing")] == len(given) - found
@@ -381,8 +384,8 @@ def test_requests_that_cannot_be(given, kind, message):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_missing_keys_read_what_find_reads(dtype):
     """Missing keys read what `find` reads, to the bit: every initializer, both values of `unknown`, also in bags."""
-    collection, state = untrained(dtype)
-    wanted = found_in_training(collection, state)
+    collection, state = declare_untrained(dtype)
+    wanted = find_in_training(collection, state)
     tables = freeze(collection, state)
     served = lookup(tables, {name: ASKED for name in wanted})
     bags = lookup(tables, {name: LookupInput(name, ASKED.reshape(2, 4), "sum") for name in wanted})
@@ -399,9 +402,9 @@ def test_missing_keys_read_what_find_reads(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_constant_keeps_the_rounding_of_training(dtype):
     """Rows of bfloat16 that are served in another dtype keep their rounding: 0.3 is read as bfloat16 holds it."""
-    collection, state = untrained("bfloat16")
+    collection, state = declare_untrained("bfloat16")
     served = lookup(freeze(collection, state, tables=["constant"], dtype=dtype), {"constant": np.array([5])})
-    wanted = found_in_training(collection, state, np.array([5]))["constant"]
+    wanted = find_in_training(collection, state, np.array([5]))["constant"]
     np.testing.assert_array_equal(np.asarray(served["constant"]), wanted)
     assert wanted[0, 0] != np.float32(0.3)
 
@@ -409,8 +412,8 @@ def test_a_constant_keeps_the_rounding_of_training(dtype):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_missing_keys_of_quantized_tables_read_what_find_reads(dtype):
     """Missing keys of quantized tables read the bits of `find`: initial rows are not quantized."""
-    collection, state = untrained()
-    wanted = found_in_training(collection, state)
+    collection, state = declare_untrained()
+    wanted = find_in_training(collection, state)
     served = lookup(freeze(collection, state, dtype=dtype), {name: ASKED for name in wanted})
     is_missing = ~np.isin(ASKED, KNOWN)
     for name, rows in wanted.items():
@@ -421,8 +424,8 @@ def test_tables_of_several_seeds_are_served_together():
     """Each table keeps its own seed when one call looks up several tables."""
     wanted, sources = {}, []
     for number, seed in enumerate((0, 1, 2**64 - 1)):
-        collection, state = untrained(seed=seed)
-        wanted[f"item{number}"] = found_in_training(collection, state)["normal"]
+        collection, state = declare_untrained(seed=seed)
+        wanted[f"item{number}"] = find_in_training(collection, state)["normal"]
         table = freeze(collection, state, tables=["normal"]).tables["normal"]
         sources.append((dataclasses.replace(table, name=f"item{number}"), SizedRecords(0, [])))
     tables, _ = freeze_records(sources)
@@ -433,7 +436,7 @@ def test_tables_of_several_seeds_are_served_together():
 
 
 def test_a_default_that_is_given_counts():
-    collection, state = untrained()
+    collection, state = declare_untrained()
     tables = freeze(collection, state, defaults={"normal": 2.5}).tables
     assert (tables["normal"].default, tables["normal"].initial) == (2.5, None)
     assert tables["uniform"].initial.seed == 2**40 + 7
@@ -463,7 +466,7 @@ def test_initial_rows_and_a_default_are_refused():
 def test_initial_rows_in_files():
     """Initial rows come back from JSON unchanged; anything else is refused."""
     manifest = pytest.importorskip("jaxsok.checkpoint.manifest")
-    collection, _ = untrained()
+    collection, _ = declare_untrained()
     for table in collection.tables:
         wanted = table.unknown_reads(2**64 - 1)
         got = manifest.unknown_from_json(json.loads(json.dumps(manifest.unknown_to_json(table, 2**64 - 1))))
@@ -492,7 +495,7 @@ BAD_INITIAL = [
 
 def test_every_initializer_is_served_or_refused():
     """Every initializer is in `serving_cases`, so a new one must be served or refused for keys without a row."""
-    public = {name for name, one in vars(jaxsok.initializers).items() if inspect.isfunction(one) and name[0] != "_"}
+    public = {name for name, value in vars(jaxsok.initializers).items() if inspect.isfunction(value) and name[0] != "_"}
     public = {name for name in public if getattr(jaxsok.initializers, name).__module__ == "jaxsok.initializers"}
     covered = {"truncated_normal" if name == "truncated" else name.split("_")[0] for name in INITIALIZERS | TRACED}
     assert public == {"fan_in" if name == "fan" else name for name in covered}
@@ -501,15 +504,15 @@ def test_every_initializer_is_served_or_refused():
 def test_states_of_a_mesh_are_served_alike():
     """Initial rows do not depend on the mesh that made them."""
     tables = [
-        jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=one, capacity=64)
-        for name, one in INITIALIZERS.items()
+        jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=64)
+        for name, initializer in INITIALIZERS.items()
     ]
     features = [jaxsok.FeatureSpec(table.name, table.name, combiner=None) for table in tables]
     collection = programs.over(4, tables, features)
     state = collection.init(seed=2**40 + 7)
-    wanted = found_in_training(collection, state)
+    wanted = find_in_training(collection, state)
     served = lookup(freeze(collection, state), {name: ASKED for name in wanted})
-    one_device = found_in_training(*untrained())
+    one_device = find_in_training(*declare_untrained())
     for name, rows in wanted.items():
         np.testing.assert_array_equal(np.asarray(served[name]), rows, err_msg=name)
         np.testing.assert_array_equal(rows, one_device[name])

@@ -189,7 +189,7 @@ def test_json_is_written_in_pieces(shape, monkeypatch):
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     if array.size > 5:
         array.reshape(-1)[5] = -np.inf
-    values = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
+    values = [float(number) if np.isfinite(number) else "-Infinity" for number in array.reshape(-1)]
     lists = np.array(values, object).reshape(shape).tolist()
     for rest in ({"model": "ä", "version": 3}, {}):
         wanted = json.dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
@@ -227,7 +227,7 @@ def test_predict(client, given):
     assert outputs == {"logits": wanted, "version": [[version]] * 2}
 
 
-def mixed(**changes):
+def mixed_inputs(**changes):
     """Returns inputs of the model "mixed": two samples, with weights, keys, booleans, small integers and bfloat16."""
     user = {"values": [5, 6, 7], "lengths": [2, 1], "weights": [0.5, 2, -1]}
     inputs = {"user": user, "pair": [[1, 2], [3, "4"]], "flag": [True, False], "count": [-128, 7], "half": [[0.5], [1]]}
@@ -239,7 +239,7 @@ MIXED = "/v1/models/mixed/predict"
 
 def test_inputs_of_all_kinds(client):
     wanted = [5 * 0.5 + 6 * 2 + 3 + 1 - 128 + 0.5, -7 + 7 + 0 + 7 + 1]
-    assert client.post(MIXED, content=mixed(), headers=JSON).json()["outputs"]["logits"] == wanted
+    assert client.post(MIXED, content=mixed_inputs(), headers=JSON).json()["outputs"]["logits"] == wanted
     tensors = {
         "user.values": np.array([5, 6, 7], "<i8"),
         "user.lengths": np.array([2, 1], "<i8"),
@@ -472,17 +472,17 @@ REFUSED = {
     "bags of floats": (
         PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": {"values": [1], "lengths": [1]}}}', *BAD, "object",
     ),
-    "no weights": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1]}), *BAD, '"weights"'),
-    "rows of weighted ones": (MIXED, JSON, mixed(user=[[1], [2]]), *BAD, "no weights"),
-    "weights": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1, 0], "weights": [[1]]}), *BAD, "[1, 1]"),
-    "a weight": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1, 0], "weights": ["1"]}), *BAD, "numbers"),
-    "1 for true": (MIXED, JSON, mixed(flag=[1, False]), *BAD, "booleans are wanted"),
-    "true for 1": (MIXED, JSON, mixed(count=[1, True]), *BAD, "integers are wanted"),
-    "1.0 for 1": (MIXED, JSON, mixed(count=[1.0, 2]), *BAD, "integers are wanted"),
-    "9 bits": (MIXED, JSON, mixed(count=[1, 128]), *BAD, "does not fit int8"),
-    "65 bits of a count": (MIXED, JSON, mixed(count=[1, 2**64]), *BAD, "does not fit int8"),
-    "bfloat16": (MIXED, JSON, mixed(half=[[3.4e38], [3.4e38]]), *BAD, "does not fit bfloat16"),
-    "bags for keys": (MIXED, JSON, mixed(pair={"values": [1], "lengths": [1]}), *BAD, "the object"),
+    "no weights": (MIXED, JSON, mixed_inputs(user={"values": [1], "lengths": [1]}), *BAD, '"weights"'),
+    "rows of weighted ones": (MIXED, JSON, mixed_inputs(user=[[1], [2]]), *BAD, "no weights"),
+    "weights": (MIXED, JSON, mixed_inputs(user={"values": [1], "lengths": [1, 0], "weights": [[1]]}), *BAD, "[1, 1]"),
+    "a weight": (MIXED, JSON, mixed_inputs(user={"values": [1], "lengths": [1, 0], "weights": ["1"]}), *BAD, "numbers"),
+    "1 for true": (MIXED, JSON, mixed_inputs(flag=[1, False]), *BAD, "booleans are wanted"),
+    "true for 1": (MIXED, JSON, mixed_inputs(count=[1, True]), *BAD, "integers are wanted"),
+    "1.0 for 1": (MIXED, JSON, mixed_inputs(count=[1.0, 2]), *BAD, "integers are wanted"),
+    "9 bits": (MIXED, JSON, mixed_inputs(count=[1, 128]), *BAD, "does not fit int8"),
+    "65 bits of a count": (MIXED, JSON, mixed_inputs(count=[1, 2**64]), *BAD, "does not fit int8"),
+    "bfloat16": (MIXED, JSON, mixed_inputs(half=[[3.4e38], [3.4e38]]), *BAD, "does not fit bfloat16"),
+    "bags for keys": (MIXED, JSON, mixed_inputs(pair={"values": [1], "lengths": [1]}), *BAD, "the object"),
     "half of a ragged one": (
         PREDICT, TENSORS, pack({"user.values": U8, "dense": np.zeros([1, 2], "<f4")}), *BAD, "user.values",
     ),
@@ -722,7 +722,7 @@ def test_a_damaged_chunk_ends_its_request(address, client, caplog):
     got = talk(address, head(Transfer_Encoding="chunked"), b"2\r\n{}\r\n", b"zz\r\n", pause_s=0.1)
     assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400"]
     wait_until(lambda: num_taken(client) == 0)
-    assert is_well(client) and not [one for one in caplog.records if one.exc_info]
+    assert is_well(client) and not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_refused_body_does_not_spoil_the_connection(address):
@@ -978,14 +978,14 @@ async def ask_in_parallel(address, num_clients, num_requests, make, check):
     limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=30) as client:
 
-        async def one(number):
+        async def ask_often(number):
             rng = np.random.default_rng(number)
             for _ in range(num_requests):
                 path, body = make(rng)
                 found = await client.post(path, json=body)
                 check(body, found)
 
-        await asyncio.gather(*(one(number) for number in range(num_clients)))
+        await asyncio.gather(*(ask_often(number) for number in range(num_clients)))
 
 
 def make_request(rng):
@@ -1045,7 +1045,7 @@ def ask_at_once(address, requests):
             found = await asyncio.gather(
                 *(client.post(path, content=content, headers=headers) for path, headers, content in requests)
             )
-        return [one.status_code for one in found], [one.text for one in found]
+        return [response.status_code for response in found], [response.text for response in found]
 
     return asyncio.run(ask())
 
@@ -1116,8 +1116,8 @@ def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
             ]
             wait_until(lambda: num_taken(client) == 5)
             hold.set()
-            answers_ = [one.result() for one in asked]
-        assert [one.status_code for one in answers_] == [200, 200, 200, 500, 200]
+            answers_ = [future.result() for future in asked]
+        assert [answer.status_code for answer in answers_] == [200, 200, 200, 500, 200]
         assert answers_[3].json()["error"]["code"] == "internal" and "secret" not in answers_[3].text
         assert answers_[4].json()["rows"]["user"] == [cases.row_of("user", 4, 1)]
         session.error = None
@@ -1142,7 +1142,7 @@ def test_a_slow_model_does_not_hold_up_others():
             finally:
                 hold.set()
             assert quick.status_code == 200
-            assert [one.result().status_code for one in asked] == [200] * 4
+            assert [future.result().status_code for future in asked] == [200] * 4
 
 
 def test_too_many_requests_are_sent_away():
@@ -1161,7 +1161,7 @@ def test_too_many_requests_are_sent_away():
             assert sent_away.json()["error"]["code"] == "busy"
             assert client.get("/healthz").status_code == 200, "the event loop was blocked"
             hold.set()
-            assert [one.result().status_code for one in asked] == [200] * 3
+            assert [future.result().status_code for future in asked] == [200] * 3
             assert is_well(client)
 
 
@@ -1180,7 +1180,7 @@ def test_bodies_that_are_held_have_a_limit():
             refused = client.post(LOOKUP, content=body, headers=TENSORS)
             assert refused.status_code == 503 and "70000 bytes" in refused.text
             hold.set()
-            assert [one.result().status_code for one in asked] == [200] * 2
+            assert [future.result().status_code for future in asked] == [200] * 2
             assert client.post(LOOKUP, content=body, headers=TENSORS).status_code == 200
 
 
@@ -1208,18 +1208,18 @@ def test_responses_that_nobody_reads_are_counted(large):
     """A response counts as a request with its bytes until the client reads it or leaves."""
     with cases.serving(cases.Session(), max_requests=2) as found, httpx.Client(base_url=found.address) as client:
         answered = "jaxsok_requests_total", "200", "lookup", "ranker"
-        with deaf(found.address, large) as one, deaf(found.address, large):
+        with deaf(found.address, large) as reader, deaf(found.address, large):
             wait_until(lambda: samples_of(client.get("/metrics").text).get(answered) == 2)
             assert num_taken(client) == 2 and found.app.held_bytes > 2 << 24
             assert client.post(LOOKUP, json={"keys": {"user": [4]}}).status_code == 503
             got = b""
             while b"\r\n\r\n" not in got:
-                got += one.recv(1 << 10)
+                got += reader.recv(1 << 10)
             start, _, body = got.partition(b"\r\n\r\n")
             assert start.startswith(b"HTTP/1.1 200")
             rest = int(re.search(rb"content-length: (\d+)", start.lower())[1]) - len(body)
             while rest:
-                rest -= len(one.recv(1 << 20))
+                rest -= len(reader.recv(1 << 20))
             wait_until(lambda: num_taken(client) == 1)
             assert is_well(client)
         wait_until(lambda: num_taken(client) == 0)
@@ -1243,11 +1243,11 @@ def test_little_of_a_response_is_on_its_way(large, monkeypatch):
     """A connection never buffers more of a response than a client may take one timeout to read."""
     given, in_time, most = [0], server._in_time, 1 << 19
 
-    async def counted(send, message, options):
+    async def count_sent(send, message, options):
         given[0] += len(message.get("body", b""))
         await in_time(send, message, options)
 
-    monkeypatch.setattr(server, "_in_time", counted)
+    monkeypatch.setattr(server, "_in_time", count_sent)
     with cases.serving(cases.Session()) as found, deaf(found.address, large) as line:
         got = line.recv(1 << 16)
         start, _, body = got.partition(b"\r\n\r\n")
@@ -1337,11 +1337,11 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
     for name in ("read_tensors", "tensors_body"):
         work = getattr(wire, name)
 
-        def held(*arguments, name=name, work=work):
+        def hold_back(*arguments, name=name, work=work):
             assert name not in slow or hold.wait(20)
             return work(*arguments)
 
-        monkeypatch.setattr(wire, name, held)
+        monkeypatch.setattr(wire, name, hold_back)
     body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # Large enough for the threads.
     with cases.serving(cases.Session(), timeout_s=1.0) as found:
         with httpx.Client(base_url=found.address, timeout=20) as client:
@@ -1384,7 +1384,7 @@ def test_what_was_taken_is_finished():
             wait_until(lambda: is_closed(found.address))
             assert not session.is_closed
             hold.set()
-            assert [one.result().json()["rows"]["user"][0] for one in asked] == [
+            assert [future.result().json()["rows"]["user"][0] for future in asked] == [
                 cases.row_of("user", i, 1) for i in range(8)
             ]
     assert session.is_closed
@@ -1474,15 +1474,15 @@ def test_connections_that_are_kept_alive_lose_no_request(drain_s):
                 process.send_signal(signal.SIGTERM)
                 begin = time.monotonic()
                 stopped.set()
-                found = [one.result() for one in asked]
+                found = [future.result() for future in asked]
             output, _ = process.communicate(timeout=20)
             took_s = time.monotonic() - begin
         finally:
             process.kill()
     assert process.returncode == 0 and output == "ended\n"
-    assert {status for one in found for status, _ in one} <= {200, 503}
-    assert all(one[-1][1] for one in found), "told to keep a connection that was then closed"
-    assert all(len(one) > 1 for one in found)
+    assert {status for response in found for status, _ in response} <= {200, 503}
+    assert all(response[-1][1] for response in found), "the server kept a connection open and then closed it"
+    assert all(len(response) > 1 for response in found)
     assert took_s < 10 + drain_s
 
 
@@ -1502,7 +1502,7 @@ def test_connections_that_are_made_are_answered_or_refused():
         is_first.wait(20)
         time.sleep(0.5)
         found.stop()
-        ends = collections.Counter(type(one.exception()) for one in asks)
+        ends = collections.Counter(type(future.exception()) for future in asks)
     assert set(asked) <= {200, 503} and asked[200] > 0
     # The end follows the last look into the kernel's queue by microseconds.
     assert ends[ConnectionRefusedError] >= 30, ends
@@ -1741,7 +1741,7 @@ def test_deltas_come_from_the_folder(tmp_path):
         _, state, plan = collection.lookup(state, collection.batch({"item": np.array(keys)}).features)
         return collection.update(state, plan, {"item": np.ones([len(keys), 4], np.float32)})[0]
 
-    def wanted(state):
+    def rows_of_user(state):
         records = collection.export_table(state, "item")
         return dict(zip(records["keys"].tolist(), records["rows"].tolist(), strict=True))
 
@@ -1751,7 +1751,7 @@ def test_deltas_come_from_the_folder(tmp_path):
         with httpx.Client(base_url=found.address, timeout=30) as client:
             version = 1
             for number in range(3):
-                rows = wanted(state)
+                rows = rows_of_user(state)
                 keys = [*range(5, 20), -2]
                 got = client.post(LOOKUP, json={"keys": {"item": keys}}).json()
                 assert got["version"] == version
@@ -1793,14 +1793,14 @@ def test_predictions_of_an_exported_model(tmp_path):
             np.sum([rows[key - 1] if key <= 40 else np.full(4, -1.0) for key in bag] or [np.zeros(4)], axis=0)
             for bag in bags
         ]
-        assert got.json()["outputs"]["bags"] == [one.tolist() for one in sums]
-        assert got.json()["outputs"]["scores"] == [one.sum() * row[0] for one, row in zip(sums, dense, strict=True)]
+        assert got.json()["outputs"]["bags"] == [total.tolist() for total in sums]
+        assert got.json()["outputs"]["scores"] == [total.sum() * row[0] for total, row in zip(sums, dense, strict=True)]
         return user["values"]
 
     with cases.serving(session_lib.open(config), max_delay_ms=20) as found:
         with httpx.Client(base_url=found.address, timeout=60) as client:
             with concurrent.futures.ThreadPoolExecutor(8) as threads:
-                asked = [one.result() for one in [threads.submit(ask, client, seed) for seed in range(24)]]
+                asked = [future.result() for future in [threads.submit(ask, client, seed) for seed in range(24)]]
             refused = client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[1, 2]]}})
             assert refused.status_code == 400 and "[samples, 1]" in refused.text
             samples = samples_of(client.get("/metrics").text)
@@ -1857,8 +1857,8 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     before = dict(cases_outputs)
     try:
         session = Switched()
-        one = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
-        samples = [calls.ParsedRequest({"user": one, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
+        bags = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
+        samples = [calls.ParsedRequest({"user": bags, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:
         cases_outputs.update(before)
@@ -1878,8 +1878,8 @@ def table_of(heading, page):
 
 
 def test_the_page_has_all_of_it():
-    """docs/server.md lists all options with their defaults, endpoints and metrics."""
-    page = (ROOT / "docs/server.md").read_text()
+    """The pages of the server list all options with their defaults, endpoints and metrics."""
+    page = "\n".join((ROOT / "docs" / name).read_text() for name in ("server.md", "operating_the_server.md"))
     listed = {cells[0]: cells[1] for cells in table_of("Limits", page)}
     defaults = {f"`--{f.name.replace('_', '-')}`": str(f.default) for f in dataclasses.fields(server.ServerOptions)}
     assert listed == defaults

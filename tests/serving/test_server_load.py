@@ -62,7 +62,7 @@ def write_config(path, folder):
 
 
 @contextlib.contextmanager
-def served(tmp_path, *arguments):
+def serve(tmp_path, *arguments):
     """Runs the command line on tables of number 0; yields its process, port and folder to watch."""
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
@@ -205,7 +205,7 @@ async def scrape(port):
 )
 def test_load(tmp_path, seconds, update_s, record_property):
     """Under load no request fails, no response mixes two versions, memory stays, and the process ends in order."""
-    with served(tmp_path) as (process, port, watched):
+    with serve(tmp_path) as (process, port, watched):
         seen, num_updates = asyncio.run(load(port, process.pid, watched, seconds, update_s))
         metrics = asyncio.run(scrape(port))
         process.send_signal(signal.SIGTERM)

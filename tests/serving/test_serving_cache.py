@@ -524,7 +524,7 @@ def _changing_rows(num_versions, rng):
     return versions, changes
 
 
-def _expected(rows, table, keys):
+def _expect(rows, table, keys):
     return np.array([rows[table].get(key, default_of(table)) for key in keys.tolist()], np.float32)
 
 
@@ -541,7 +541,7 @@ def _looking_up(cache, versions, stop, errors, seed, num_answers):
                 found = cache.lookup_tables(keys)
                 answer = frozen_lookup(found.tables, keys) if keys else {}
             for table, some in keys.items():
-                rows, wanted = np.asarray(answer[table]), _expected(versions[found.version], table, some)
+                rows, wanted = np.asarray(answer[table]), _expect(versions[found.version], table, some)
                 is_right = (rows == wanted).all(axis=1)
                 if not is_exact:
                     is_right |= (rows == default_of(table)).all(axis=1)
@@ -587,7 +587,7 @@ def test_no_answer_mixes_versions(threshold, kind):
         cache.hit_rate_threshold = 2
         keys = np.arange(20)
         for table in TABLES:
-            expected = _expected(versions[-1], table, keys)
+            expected = _expect(versions[-1], table, keys)
             np.testing.assert_array_equal(cache.lookup({table: keys}).rows[table], expected)
         assert cache.stats().swaps == len(versions) - 1
 

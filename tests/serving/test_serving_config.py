@@ -108,7 +108,7 @@ def whole(model=None, **top):
 
 def effects(config):
     """Returns the keys without effect, by path."""
-    return {one.path: one.value for one in config.without_effect}
+    return {key.path: key.value for key in config.without_effect}
 
 
 # Defaults ------------------------------------------------------------------------------------------------------------
@@ -327,9 +327,9 @@ WITHOUT_EFFECT = {
 @pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
 def test_keys_without_effect_are_listed_where_they_are_written(key):
     config = read(whole({key: WITHOUT_EFFECT[key]}))
-    (one,) = config.without_effect
-    assert (one.path, one.value) == (f"models[0].{key}", WITHOUT_EFFECT[key]) and one.reason
-    assert f"without effect: models[0].{key} = {WITHOUT_EFFECT[key]!r}: {one.reason}" in config.summary()
+    (ignored,) = config.without_effect
+    assert (ignored.path, ignored.value) == (f"models[0].{key}", WITHOUT_EFFECT[key]) and ignored.reason
+    assert f"without effect: models[0].{key} = {WITHOUT_EFFECT[key]!r}: {ignored.reason}" in config.summary()
 
 
 # Keys of versions 3.0 to 23.x, by the block where HPS read or documented them; 24.06 ignores them.
@@ -367,7 +367,7 @@ def test_keys_of_older_versions_are_listed(block):
         given = whole(**({block: {**types.get(block, {}), **written}} if block else written))
     config = read(given)
     assert effects(config) == {f"{block}.{key}" if block else key: value for key, value in written.items()}
-    assert all(one.reason for one in config.without_effect)
+    assert all(key.reason for key in config.without_effect)
     assert read(config) is config and hash(config) == hash(read(given))
     assert "hunter2" not in "\n".join(config.summary())
 
@@ -403,7 +403,7 @@ def test_other_names_of_no_updates(name):
         read(whole(update_source={"type": "kafka"}))
 
 
-def written_defaults(defaults):
+def read_defaults(defaults):
     """Returns the keys of a block, except the type, whose HPS default is the same everywhere."""
     written = {key: value for key, value in defaults.items() if key != "type" and value is not None}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in written.items()}
@@ -416,7 +416,7 @@ def test_keys_of_databases_that_are_not_there_are_listed(block):
         "persistent_db": PERSISTENT_DEFAULTS,
         "update_source": UPDATE_DEFAULTS,
     }[block]
-    written = written_defaults(defaults)
+    written = read_defaults(defaults)
     for key, value in written.items():
         config = read(whole(**{block: {"type": defaults["type"], key: value}}))
         assert list(effects(config)) == [f"{block}.{key}"]
@@ -463,7 +463,7 @@ def test_keys_of_redis():
     assert config.notes == () and config.without_effect == ()
     assert hash(read(config)) == hash(config) and pickle.loads(pickle.dumps(config)) == config
     assert "hunter2" not in repr(config) + "\n".join(config.summary())
-    written = written_defaults(VOLATILE_DEFAULTS)
+    written = read_defaults(VOLATILE_DEFAULTS)
     config = read(whole(volatile_db={**VOLATILE, **written}))
     assert sorted(effects(config)) == [f"volatile_db.{key}" for key in IDLE_IN_REDIS]
     idle = read(whole(volatile_db={"type": "hash_map", "jaxsok": {"timeout_s": 0.5}}))
@@ -629,17 +629,17 @@ def test_errors_are_of_one_family():
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def written(tmp_path, content):
+def write_config(tmp_path, content):
     path = tmp_path / "ps.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
 def test_a_file_is_named_in_errors(tmp_path):
-    path = written(tmp_path, json.dumps(whole({"max_batch_size": 0})))
+    path = write_config(tmp_path, json.dumps(whole({"max_batch_size": 0})))
     with pytest.raises(ConfigError, match=rf'^config: file "{path}": models\[0\]\.max_batch_size: got 0'):
         read(path)
-    config = read(written(tmp_path, "\ufeff" + json.dumps(whole())))  # with a byte order mark
+    config = read(write_config(tmp_path, "\ufeff" + json.dumps(whole())))  # with a byte order mark
     assert config.file == str(path) and config == read(whole()) and str(path) in config.summary()[0]
 
 
@@ -662,7 +662,7 @@ def test_a_file_is_named_in_errors(tmp_path):
 )
 def test_malformed_files(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        read(written(tmp_path, content))
+        read(write_config(tmp_path, content))
     assert str(tmp_path) in str(caught.value)
 
 
@@ -670,9 +670,9 @@ def test_keys_that_are_there_twice(tmp_path):
     text = json.dumps(whole())
     twice = text.replace('"model": "dlrm"', '"max_batch_size": 1, "model": "dlrm", "max_batch_size": 2')
     with pytest.raises(ConfigError, match=r"models\[0\]\.max_batch_size: got the key twice, wanted it once"):
-        read(written(tmp_path, twice))
+        read(write_config(tmp_path, twice))
     with pytest.raises(ConfigError, match=r": supportlonglong: got the key twice"):
-        read(written(tmp_path, '{"supportlonglong": true, ' + text[1:]))
+        read(write_config(tmp_path, '{"supportlonglong": true, ' + text[1:]))
 
 
 def test_what_is_no_file(tmp_path):
@@ -746,7 +746,7 @@ TWO_MODELS = """
 
 
 def test_one_table_all_of_it_cached(tmp_path):
-    config = read(written(tmp_path, ONE_TABLE))
+    config = read(write_config(tmp_path, ONE_TABLE))
     (model,) = config.models
     assert (config.key_bits, model.tier, model.num_of_worker_buffer_in_pool) == (32, "device", 3)
     assert model.tables == (config_lib.TableConfig("sparse_embedding0", 16, "demo_sparse.model", 1.0, 10),)
@@ -758,7 +758,7 @@ def test_one_table_all_of_it_cached(tmp_path):
 
 
 def test_two_models(tmp_path):
-    config = read(written(tmp_path, TWO_MODELS))
+    config = read(write_config(tmp_path, TWO_MODELS))
     wide, static = config.models
     assert (wide.tier, wide.is_fused, wide.is_filled_at_start, wide.is_refreshed) == ("cache", True, True, True)
     assert (static.tier, static.is_fused, static.row_dtype) == ("device", False, "float8_e4m3fn")

@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from serving_cases import PADDING, PLATFORMS, Trained, config_of, expected, model_of, records_of, rows_of
+from serving_cases import PADDING, PLATFORMS, Trained, config_of, expect, model_of, records_of, rows_of
 
 from jaxsok.serving import session as sessions
 from jaxsok.serving.artifact import KeysInput, export_model
@@ -49,7 +49,7 @@ def check(session, content):
     for keys in (KEYS, KEYS, KEYS[1:2, :3], KEYS[:0]):
         answer = session.lookup({name: keys for name in content})
         for name, mine in content.items():
-            wanted = expected(mine, keys, DEFAULTS.get(name, 0.0), DIMS[name])
+            wanted = expect(mine, keys, DEFAULTS.get(name, 0.0), DIMS[name])
             np.testing.assert_array_equal(answer[name], wanted)
     assert dict(session.models["dlrm"].num_rows) == {name: len(mine) for name, mine in content.items()}
 
@@ -164,7 +164,7 @@ def test_predictions_take_turns(trained, tmp_path):
     export_model(tmp_path / "dense", model, tables, inputs, platforms=PLATFORMS)
     with serve(trained, "replicas", dense_file=str(tmp_path / "dense")) as session:
         keys = np.arange(30, 46)
-        wanted = expected(trained.content["user"], keys, -1.0, 4).sum(axis=-1) + 1
+        wanted = expect(trained.content["user"], keys, -1.0, 4).sum(axis=-1) + 1
         for _ in DEVICES:
             np.testing.assert_allclose(session.predict({"user": keys})["out"], wanted)
     with pytest.raises(ServingError, match=r"dense_file: .* got a dense model over tables that are split"):

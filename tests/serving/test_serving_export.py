@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_layer_cases import drawn, drawn_bags, made
+from serving_layer_cases import draw_bags, draw_keys, make_tables
 
 import jaxsok
 from jaxsok import keys as keys_lib
@@ -74,11 +74,11 @@ def model(tables, inputs):
 def batch(seed, size, num_rows=40):
     """Returns inputs of the model, and its bags as lists."""
     rng = np.random.default_rng(seed)
-    seen, seen_pairs = drawn_bags(rng, 1, size, is_weighted=True, num_rows=num_rows)
-    liked, liked_pairs = drawn_bags(rng, 1, size, num_rows=num_rows)
+    seen, seen_pairs = draw_bags(rng, 1, size, is_weighted=True, num_rows=num_rows)
+    liked, liked_pairs = draw_bags(rng, 1, size, num_rows=num_rows)
     inputs = {
-        "user": drawn(rng, 0, size, num_rows),
-        "ads": drawn(rng, 2, (size, 2), num_rows),
+        "user": draw_keys(rng, 0, size, num_rows),
+        "ads": draw_keys(rng, 2, (size, 2), num_rows),
         "seen": seen,
         "liked": liked,
         "dense": rng.normal(size=(size, 4)).astype(np.float32),
@@ -101,7 +101,7 @@ def scores(known, inputs, seen, liked):
 @functools.cache
 def tables():
     """Returns the tables of the export."""
-    return made(TABLES)
+    return make_tables(TABLES)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_it_says_what_it_wants_and_gives(served, folder):
         "user": artifact.OutputSpec(("b", 6), "float32"),
         "weights": artifact.OutputSpec((2, 2), "float32"),
     }
-    assert [name for name, one in served.outputs.items() if one.is_batched] == ["scores", "user"]
+    assert [name for name, output in served.outputs.items() if output.is_batched] == ["scores", "user"]
     assert served.platforms == ("cpu", "cuda")
     assert sorted(path.name for path in folder.iterdir()) == [
         "model.json",
@@ -172,7 +172,7 @@ def test_bits_are_those_of_the_model(served):
 
 def test_tables_can_be_replaced(served):
     for num_rows, spare_rows in [(300, 0), (5, 1000)]:
-        assert_serves(served, *made(TABLES, 1, num_rows, spare_rows), 7, num_rows=num_rows)
+        assert_serves(served, *make_tables(TABLES, 1, num_rows, spare_rows), 7, num_rows=num_rows)
 
 
 def test_tables_may_lie_elsewhere_and_have_other_defaults(served):
@@ -183,12 +183,12 @@ def test_tables_may_lie_elsewhere_and_have_other_defaults(served):
         frozen.FrozenTable("more", 6, default=9.0),
         frozen.FrozenTable("user", 6, default=1.0),
     ]
-    given, known = made(order, seed=3)
+    given, known = make_tables(order, seed=3)
     rng = np.random.default_rng(4)
-    bags, pairs = drawn_bags(rng, 1, 6)
+    bags, pairs = draw_bags(rng, 1, 6)
     ones = [[(key, 1.0) for key, _ in bag] for bag in pairs]
     weighted = jaxsok.Bags(bags.keys, offsets=bags.offsets, weights=np.ones(bags.keys.size, np.float32))
-    inputs = {"user": drawn(rng, 4, 6), "ads": drawn(rng, 2, (6, 2)), "seen": weighted, "liked": bags}
+    inputs = {"user": draw_keys(rng, 4, 6), "ads": draw_keys(rng, 2, (6, 2)), "seen": weighted, "liked": bags}
     inputs["dense"] = np.zeros((6, 4), np.float32)
     got = served.call(given, inputs)
     np.testing.assert_allclose(got["scores"], scores(known, inputs, ones, ones), rtol=1e-4, atol=1e-5)
@@ -245,7 +245,7 @@ def test_bags_in_every_form(served):
     ones = [[(key, 1.0) for key, _ in bag] for bag in pairs]
     wanted = scores(known, inputs, pairs, ones)
     for form in ({}, {"lengths": np.full(4, 2)}, {"offsets": np.arange(5) * 2}):
-        flat = (lambda one: one) if not form else (lambda one: one.reshape(-1))
+        flat = (lambda array: array) if not form else (lambda array: array.reshape(-1))
         bags = {
             "seen": jaxsok.Bags(flat(rows), weights=flat(weights), **form),
             "liked": jaxsok.Bags(flat(rows), **form),
@@ -297,10 +297,10 @@ def test_a_fresh_process_serves_it(folder, tmp_path):
     for name in ("seen", "liked"):
         arrays |= {name: inputs[name].keys, f"{name}.offsets": inputs[name].offsets}
     arrays["seen.weights"] = inputs["seen"].weights
-    for name, one in known.items():
+    for name, array in known.items():
         arrays |= {
-            f"{name}.keys": np.array(list(one.rows), np.uint64),
-            f"{name}.rows": np.array(list(one.rows.values()), np.float32),
+            f"{name}.keys": np.array(list(array.rows), np.uint64),
+            f"{name}.rows": np.array(list(array.rows.values()), np.float32),
         }
     np.savez(tmp_path / "given.npz", **arrays)
     command = [sys.executable, "-c", FRESH, folder, tmp_path / "given.npz", tmp_path / "scores.npy"]
@@ -341,8 +341,8 @@ class LinenModel(flax.linen.Module):
 def test_modules_are_exported(kind, tmp_path):
     given, _ = tables()
     rng = np.random.default_rng(7)
-    bags, pairs = drawn_bags(rng, 1, 5)
-    inputs = {"user": drawn(rng, 0, 5), "seen": bags}
+    bags, pairs = draw_bags(rng, 1, 5)
+    inputs = {"user": draw_keys(rng, 0, 5), "seen": bags}
     declared = {"user": artifact.KeysInput("user"), "seen": artifact.BagsInput("item")}
     if kind == "nnx":
         module = NnxModel()
@@ -353,7 +353,7 @@ def test_modules_are_exported(kind, tmp_path):
         variables = module.init(jax.random.key(0), **inputs)
         artifact.export_model(tmp_path / "model", module, given, declared, variables=variables, platforms=HERE)
         dense = variables["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["bias"]
-    larger, known = made(TABLES, seed=8, num_rows=90)
+    larger, known = make_tables(TABLES, seed=8, num_rows=90)
     out = artifact.load_model(tmp_path / "model").call(larger, inputs)["output"]
     x = np.concatenate([known["user"].each(inputs["user"]), known["item"].bags(pairs, "mean")], axis=-1)
     wanted = x @ np.asarray(dense[0], np.float64) + np.asarray(dense[1], np.float64)
@@ -365,31 +365,31 @@ def test_modules_are_exported(kind, tmp_path):
 
 def test_bad_exports_are_refused_and_leave_nothing(tmp_path):
     given, _ = tables()
-    one = {"user": artifact.KeysInput("user")}
+    inputs_of_user = {"user": artifact.KeysInput("user")}
     path = tmp_path / "model"
 
-    def refused(kind, message, *arguments, **options):
+    def expect_refusal(kind, message, *arguments, **options):
         with pytest.raises(kind, match=message):
             artifact.export_model(path, *arguments, **options)
         assert list(tmp_path.iterdir()) == []
 
     first = lambda tables, inputs: lookup(tables, {"user": inputs["user"]})["user"]  # noqa: E731
-    refused(TypeError, "tables: got int", first, 3, one)
-    refused(ValueError, "platforms: got \\('tpu',\\)", first, given, one, platforms=("tpu",))
-    refused(ValueError, "platforms: got 'cpu'", first, given, one, platforms="cpu")
-    refused(TypeError, "inputs: got {}", first, given, {})
-    refused(TypeError, 'inputs\\["user"\\]: got tuple', first, given, {"user": (3,)})
-    refused(UnknownTableError, "'usr', wanted one of", first, given, {"user": artifact.KeysInput("usr")})
-    refused(TypeError, "model: got int", 3, given, one)
-    refused(TypeError, "variables: got some for function", first, given, one, variables={})
-    refused(TypeError, "variables: got none", LinenModel(), given, one)
-    refused(TypeError, "got tuple as its result 'output'", lambda tables, inputs: (1, 2), given, one)
-    refused(ValueError, "got no results", lambda tables, inputs: {}, given, one)
+    expect_refusal(TypeError, "tables: got int", first, 3, inputs_of_user)
+    expect_refusal(ValueError, "platforms: got \\('tpu',\\)", first, given, inputs_of_user, platforms=("tpu",))
+    expect_refusal(ValueError, "platforms: got 'cpu'", first, given, inputs_of_user, platforms="cpu")
+    expect_refusal(TypeError, "inputs: got {}", first, given, {})
+    expect_refusal(TypeError, 'inputs\\["user"\\]: got tuple', first, given, {"user": (3,)})
+    expect_refusal(UnknownTableError, "'usr', wanted one of", first, given, {"user": artifact.KeysInput("usr")})
+    expect_refusal(TypeError, "model: got int", 3, given, inputs_of_user)
+    expect_refusal(TypeError, "variables: got some for function", first, given, inputs_of_user, variables={})
+    expect_refusal(TypeError, "variables: got none", LinenModel(), given, inputs_of_user)
+    expect_refusal(TypeError, "got tuple as its result 'output'", lambda tables, inputs: (1, 2), given, inputs_of_user)
+    expect_refusal(ValueError, "got no results", lambda tables, inputs: {}, given, inputs_of_user)
     by_size = lambda tables, inputs: first(tables, inputs) if inputs["user"].shape[0] > 8 else 0.0  # noqa: E731
-    refused(Exception, "(?s)comparison.*b", by_size, given, one)
+    expect_refusal(Exception, "(?s)comparison.*b", by_size, given, inputs_of_user)
     path.mkdir()
     with pytest.raises(FileExistsError, match="wanted a new folder"):
-        artifact.export_model(path, first, given, one)
+        artifact.export_model(path, first, given, inputs_of_user)
     assert list(path.iterdir()) == []
 
 
@@ -414,44 +414,44 @@ def test_bad_calls_are_refused(served):
     good, _, _ = batch(9, 3)
     keys = np.arange(3)
 
-    def refused(message, kind=RequestError, tables=given, **changes):
-        inputs = {name: one for name, one in {**good, **changes}.items() if one is not None}
+    def expect_refusal(message, kind=RequestError, tables=given, **changes):
+        inputs = {name: spec for name, spec in {**good, **changes}.items() if spec is not None}
         with pytest.raises(kind, match=message):
             served.call(tables, inputs)
 
-    refused("got \\['ads', 'dense', 'liked', 'seen'\\], wanted", user=None)
-    refused("wanted \\['ads'", more=keys)
-    refused('inputs\\["user"\\]: keys', user=keys / 2)
-    refused('inputs\\["user"\\]: keys', user=np.array([True, False, True]))
-    refused("shape \\[3, 1\\], wanted \\[b\\]", user=keys[:, None])
-    refused("shape \\[3\\], wanted \\[b, 2\\]", ads=keys)
-    refused("got batch sizes .*'user': 2", user=keys[:2])
-    refused("got int64\\[3, 4\\]|got complex", dense=np.zeros((3, 4), complex))
-    refused("got <U1", dense=np.full((3, 4), "a"))
-    refused("got shape \\[3, 5\\], wanted \\[b, 4\\]", dense=np.zeros((3, 5), np.float32))
-    refused("got shape \\[\\], wanted", dense=np.float32(3))
-    refused("wanted jaxsok.Bags", liked=keys)
-    refused("inverse: got one", liked=jaxsok.Bags(keys, inverse=keys))
-    refused("weights: got none", seen=jaxsok.Bags(keys))
-    refused("weights: got some", liked=jaxsok.Bags(keys, weights=np.ones(3, np.float32)))
-    refused("weights: got float32\\[2\\]", seen=jaxsok.Bags(keys, weights=np.ones(2, np.float32)))
-    refused("weights: got infinite", seen=jaxsok.Bags(keys, weights=np.full(3, np.nan, np.float32)))
-    refused("both lengths and offsets", liked=jaxsok.Bags(keys, lengths=keys, offsets=keys))
-    refused("do not rise", liked=jaxsok.Bags(keys, offsets=np.array([0, 2, 1, 3])))
-    refused("do not rise", liked=jaxsok.Bags(keys, lengths=np.array([2, 1, 1])))
-    refused("lengths: got negative", liked=jaxsok.Bags(keys, lengths=np.array([4, -1, 0])))
-    refused("offsets: got float64", liked=jaxsok.Bags(keys, offsets=np.array([0.0, 1, 2, 3])))
-    refused("wanted \\[num_keys\\]", liked=jaxsok.Bags(keys[:, None], offsets=np.array([0, 1, 2, 3])))
-    refused("tables: got int", TypeError, tables=3)
-    some, _ = made(TABLES[:2])
-    refused('wanted "ad" among them', UnknownTableError, tables=some)
-    other, _ = made([*TABLES[:2], frozen.FrozenTable("ad", 3)])
-    refused('"ad" of float32\\[3\\], wanted int8\\[3\\]', ServingError, tables=other)
+    expect_refusal("got \\['ads', 'dense', 'liked', 'seen'\\], wanted", user=None)
+    expect_refusal("wanted \\['ads'", more=keys)
+    expect_refusal('inputs\\["user"\\]: keys', user=keys / 2)
+    expect_refusal('inputs\\["user"\\]: keys', user=np.array([True, False, True]))
+    expect_refusal("shape \\[3, 1\\], wanted \\[b\\]", user=keys[:, None])
+    expect_refusal("shape \\[3\\], wanted \\[b, 2\\]", ads=keys)
+    expect_refusal("got batch sizes .*'user': 2", user=keys[:2])
+    expect_refusal("got int64\\[3, 4\\]|got complex", dense=np.zeros((3, 4), complex))
+    expect_refusal("got <U1", dense=np.full((3, 4), "a"))
+    expect_refusal("got shape \\[3, 5\\], wanted \\[b, 4\\]", dense=np.zeros((3, 5), np.float32))
+    expect_refusal("got shape \\[\\], wanted", dense=np.float32(3))
+    expect_refusal("wanted jaxsok.Bags", liked=keys)
+    expect_refusal("inverse: got one", liked=jaxsok.Bags(keys, inverse=keys))
+    expect_refusal("weights: got none", seen=jaxsok.Bags(keys))
+    expect_refusal("weights: got some", liked=jaxsok.Bags(keys, weights=np.ones(3, np.float32)))
+    expect_refusal("weights: got float32\\[2\\]", seen=jaxsok.Bags(keys, weights=np.ones(2, np.float32)))
+    expect_refusal("weights: got infinite", seen=jaxsok.Bags(keys, weights=np.full(3, np.nan, np.float32)))
+    expect_refusal("both lengths and offsets", liked=jaxsok.Bags(keys, lengths=keys, offsets=keys))
+    expect_refusal("do not rise", liked=jaxsok.Bags(keys, offsets=np.array([0, 2, 1, 3])))
+    expect_refusal("do not rise", liked=jaxsok.Bags(keys, lengths=np.array([2, 1, 1])))
+    expect_refusal("lengths: got negative", liked=jaxsok.Bags(keys, lengths=np.array([4, -1, 0])))
+    expect_refusal("offsets: got float64", liked=jaxsok.Bags(keys, offsets=np.array([0.0, 1, 2, 3])))
+    expect_refusal("wanted \\[num_keys\\]", liked=jaxsok.Bags(keys[:, None], offsets=np.array([0, 1, 2, 3])))
+    expect_refusal("tables: got int", TypeError, tables=3)
+    some, _ = make_tables(TABLES[:2])
+    expect_refusal('wanted "ad" among them', UnknownTableError, tables=some)
+    other, _ = make_tables([*TABLES[:2], frozen.FrozenTable("ad", 3)])
+    expect_refusal('"ad" of float32\\[3\\], wanted int8\\[3\\]', ServingError, tables=other)
     apart = frozen.FrozenTables(
-        (made(TABLES[:1])[0].stores[0], made(TABLES[1:2])[0].stores[0], given.stores[1]),
+        (make_tables(TABLES[:1])[0].stores[0], make_tables(TABLES[1:2])[0].stores[0], given.stores[1]),
         frozen.FrozenSpec(((TABLES[0],), (TABLES[1],), (TABLES[2],))),
     )
-    refused("in several stores", ServingError, tables=apart)
+    expect_refusal("in several stores", ServingError, tables=apart)
     with pytest.raises(RequestError, match="wanted a mapping"):
         served.call(given, [keys])
     nothing, _, _ = batch(9, 0)
@@ -486,7 +486,7 @@ def test_integers_that_do_not_fit_are_refused(dtype, tmp_path):
 
 
 def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
-    def refused(message, damage, kind=artifact.ArtifactError):
+    def expect_refusal(message, damage, kind=artifact.ArtifactError):
         path = _copy(folder, tmp_path / f"copy{len(list(tmp_path.iterdir()))}")
         damage(path)
         with pytest.raises(kind, match=message):
@@ -499,42 +499,42 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
 
-    def changed(path, sign=True, **fields):
+    def change_sign(path, sign=True, **fields):
         content = json.loads((path / manifest).read_text()) | fields
         if sign:
             content["sha256"] = artifact.files._digest(content)
         (path / manifest).write_text(json.dumps(content))
 
-    refused("another checksum than the manifest", lambda path: flip(path / program))
-    refused("another checksum than the manifest", lambda path: flip(path / artifact.files.UNFUSED))
-    refused("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
-    refused("got no such file", lambda path: (path / program).unlink())
-    refused("without model.json", lambda path: (path / manifest).unlink())
-    refused("byte 1: got Expecting", lambda path: (path / manifest).write_text("{"))
-    refused("byte 0: got no text", lambda path: (path / manifest).write_bytes(b"\xff\xfe\x00"))
-    refused("recursion", lambda path: (path / manifest).write_bytes(b'{"format": ' + b"[" * 100_000))
-    refused("got a list in place of an object", lambda path: (path / manifest).write_text("[]"))
-    refused("format None", lambda path: (path / manifest).write_text('{"files": []}'))
-    refused("version 2, wanted 1", lambda path: changed(path, version=2))
-    refused("another checksum than it names", lambda path: changed(path, sign=False, inputs=[]))
-    refused("inputs", lambda path: changed(path, inputs=[{"name": "user", "kind": "text"}]))
+    expect_refusal("another checksum than the manifest", lambda path: flip(path / program))
+    expect_refusal("another checksum than the manifest", lambda path: flip(path / artifact.files.UNFUSED))
+    expect_refusal("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
+    expect_refusal("got no such file", lambda path: (path / program).unlink())
+    expect_refusal("without model.json", lambda path: (path / manifest).unlink())
+    expect_refusal("byte 1: got Expecting", lambda path: (path / manifest).write_text("{"))
+    expect_refusal("byte 0: got no text", lambda path: (path / manifest).write_bytes(b"\xff\xfe\x00"))
+    expect_refusal("recursion", lambda path: (path / manifest).write_bytes(b'{"format": ' + b"[" * 100_000))
+    expect_refusal("got a list in place of an object", lambda path: (path / manifest).write_text("[]"))
+    expect_refusal("format None", lambda path: (path / manifest).write_text('{"files": []}'))
+    expect_refusal("version 2, wanted 1", lambda path: change_sign(path, version=2))
+    expect_refusal("another checksum than it names", lambda path: change_sign(path, sign=False, inputs=[]))
+    expect_refusal("inputs", lambda path: change_sign(path, inputs=[{"name": "user", "kind": "text"}]))
     # A manifest with a valid digest: values that are missing or have another type are refused all the same.
     whole = json.loads((folder / manifest).read_text())
     for name in ("jax", "inputs", "outputs", "stores", "program"):
-        refused(f'file ".*{manifest}", {name}', lambda path, name=name: changed(path, **{name: None}))
+        expect_refusal(f'file ".*{manifest}", {name}', lambda path, name=name: change_sign(path, **{name: None}))
     for name in ("inputs", "outputs", "stores"):
         for key in whole[name][0]:
             bad = [whole[name][0] | {key: [{}]}]
-            refused("model.json", lambda path, name=name, bad=bad: changed(path, **{name: bad}))
-    refused("lookups", lambda path: changed(path, lookups={"user": "all"}))
+            expect_refusal("model.json", lambda path, name=name, bad=bad: change_sign(path, **{name: bad}))
+    expect_refusal("lookups", lambda path: change_sign(path, lookups={"user": "all"}))
 
     def foreign(path):
         import hashlib
 
         (path / program).write_bytes(b"no program")
-        changed(path, program={"bytes": 10, "sha256": hashlib.sha256(b"no program").hexdigest()})
+        change_sign(path, program={"bytes": 10, "sha256": hashlib.sha256(b"no program").hexdigest()})
 
-    refused("does not read", foreign)
+    expect_refusal("does not read", foreign)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         artifact.load_model(tmp_path / "nowhere")
 

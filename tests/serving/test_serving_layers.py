@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_layer_cases import PADDING, drawn, drawn_bags, made
+from serving_layer_cases import PADDING, draw_bags, draw_keys, make_tables
 
 import jaxsok
 from jaxsok import keys as keys_lib
@@ -40,7 +40,7 @@ def tables_of(dtype):
         frozen.FrozenTable("item", 6, dtype=dtype),
         frozen.FrozenTable("ad", 3, default=0.25, dtype=dtype),
     ]
-    return made(declared)
+    return make_tables(declared)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_each_key_reads_its_row(flax, dtype, max_norm):
     rng = np.random.default_rng(1)
     for number, name in enumerate(known):
         for shape in [(7,), (4, 3), (2, 3, 2)]:
-            keys = drawn(rng, number, shape)
+            keys = draw_keys(rng, number, shape)
             got = call(flax, lambda layers, name=name: layers.LookupLayer(name), tables, keys, max_norm)
             assert got.dtype == jnp.float32
             # The rounding of a norm, a quotient and a product separates a clipped row from its own.
@@ -73,13 +73,13 @@ def test_bags_are_combined(flax, combiner, max_norm, is_weighted):
     tables, known = tables_of("float32")
     rng = np.random.default_rng(2)
     layer = lambda layers: layers.SparseLookupLayer("user", combiner)  # noqa: E731
-    bags, pairs = drawn_bags(rng, 0, 9, is_weighted)
+    bags, pairs = draw_bags(rng, 0, 9, is_weighted)
     got = call(flax, layer, tables, bags, max_norm=max_norm)
     wanted = known["user"].bags(pairs, combiner, max_norm)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     apart = call(flax, layer, tables, bags.keys, bags.weights, offsets=bags.offsets, max_norm=max_norm)
     np.testing.assert_array_equal(apart, got)
-    padded = drawn(rng, 0, (5, 3))
+    padded = draw_keys(rng, 0, (5, 3))
     weights = (rng.integers(1, 8, padded.shape) / 4).astype(np.float32) if is_weighted else None
     got = call(flax, layer, tables, padded, weights, max_norm=max_norm)
     factors = np.ones(padded.shape) if weights is None else weights
@@ -92,9 +92,9 @@ def test_bags_are_combined(flax, combiner, max_norm, is_weighted):
 def test_a_group_is_one_call_and_has_the_bits_of_its_parts(flax, dtype):
     tables, known = tables_of(dtype)
     rng = np.random.default_rng(3)
-    bags, pairs = drawn_bags(rng, 1, 6, is_weighted=True)
-    clipped, clipped_pairs = drawn_bags(rng, 2, 6)
-    inputs = {"who": drawn(rng, 0, (6, 2)), "seen": bags, "ads": clipped, "again": drawn(rng, 0, 6)}
+    bags, pairs = draw_bags(rng, 1, 6, is_weighted=True)
+    clipped, clipped_pairs = draw_bags(rng, 2, 6)
+    inputs = {"who": draw_keys(rng, 0, (6, 2)), "seen": bags, "ads": clipped, "again": draw_keys(rng, 0, 6)}
     specs = {
         "who": "user",
         "seen": group.LookupSpec("item", "mean", dim=6),
@@ -109,16 +109,16 @@ def test_a_group_is_one_call_and_has_the_bits_of_its_parts(flax, dtype):
         "ads": known["ad"].bags(clipped_pairs, "sum", 1.0),
         "again": known["user"].each(inputs["again"], 0.5),
     }
-    for name, one in wanted.items():
-        np.testing.assert_allclose(got[name], one, rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
     parts = {
         "who": call(flax, lambda layers: layers.LookupLayer("user"), tables, inputs["who"]),
         "seen": call(flax, lambda layers: layers.SparseLookupLayer("item"), tables, bags),
         "ads": call(flax, lambda layers: layers.SparseLookupLayer("ad", "sum"), tables, clipped, max_norm=1.0),
         "again": call(flax, lambda layers: layers.LookupLayer("user"), tables, inputs["again"], 0.5),
     }
-    for name, one in parts.items():
-        np.testing.assert_array_equal(got[name], one, err_msg=name)
+    for name, array in parts.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
     some = call(flax, layer, tables, {"again": inputs["again"]})
     np.testing.assert_array_equal(some["again"], got["again"])
     text = jax.jit(lambda tables: call(flax, layer, tables, inputs)).lower(tables).as_text()
@@ -128,7 +128,7 @@ def test_a_group_is_one_call_and_has_the_bits_of_its_parts(flax, dtype):
 # Laws ----------------------------------------------------------------------------------------------------------------
 
 
-def _trained(dtype):
+def _train(dtype):
     """Returns a collection and a state whose rows are trained, and a batch of keys that are all present."""
     tables = [
         jaxsok.TableSpec("user", 6, jaxsok.optim.sgd(0.3), capacity=64, dtype=dtype),
@@ -153,7 +153,7 @@ def _trained(dtype):
     state = collection.init(seed=3)
     for _ in range(2):
         embeddings, state, plan = collection.lookup(state, batch.features)
-        gradients = jax.tree.map(lambda one: jnp.cos(one * jnp.asarray(9, one.dtype)), embeddings)
+        gradients = jax.tree.map(lambda rows: jnp.cos(rows * jnp.asarray(9, rows.dtype)), embeddings)
         state, _ = collection.update(state, plan, gradients)
     return collection, state, batch, raw
 
@@ -161,7 +161,7 @@ def _trained(dtype):
 @pytest.mark.parametrize("flax", FLAXES)
 def test_a_group_of_a_collection_gives_what_find_gives(flax):
     """`from_collection` gives each feature a spec whose results have the bits of the evaluation lookup."""
-    collection, state, batch, raw = _trained("float32")
+    collection, state, batch, raw = _train("float32")
     tables = frozen.freeze(collection, state)
     got = call(flax, lambda layers: layers.LookupLayers.from_collection(collection), tables, raw)
     want, _ = collection.find(state, batch.features)
@@ -173,7 +173,7 @@ def test_a_group_of_a_collection_gives_what_find_gives(flax):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flax", FLAXES)
 def test_layers_give_the_bits_of_training_layers(flax, dtype):
-    collection, state, batch, raw = _trained(dtype)
+    collection, state, batch, raw = _train(dtype)
     tables = frozen.freeze(collection, state)
     if flax == "nnx":
         layer = training_nnx.Embeddings(collection, deterministic=True)
@@ -184,10 +184,10 @@ def test_layers_give_the_bits_of_training_layers(flax, dtype):
         wanted = layer.apply({"tables": {"state": state}}, batch.features)
     specs = {"user": group.LookupSpec("user")} | {name: group.LookupSpec("item", name) for name in COMBINERS}
     got = call(flax, lambda layers: layers.LookupLayers(specs), tables, raw)
-    for name, one in wanted.items():
+    for name, array in wanted.items():
         # Training rounds its embeddings to the dtype of its rows; serving returns the numbers before that.
         assert got[name].dtype == jnp.float32
-        np.testing.assert_array_equal(got[name].astype(one.dtype), one, err_msg=name)
+        np.testing.assert_array_equal(got[name].astype(array.dtype), array, err_msg=name)
     if dtype == "float32":
         single = call(flax, lambda layers: layers.LookupLayer("user"), tables, raw["user"])
         np.testing.assert_array_equal(single, wanted["user"])
@@ -223,8 +223,8 @@ class LinenModel(flax.linen.Module):
 
 def _inputs(seed=5, num_samples=6):
     rng = np.random.default_rng(seed)
-    bags, pairs = drawn_bags(rng, 1, num_samples)
-    return {"user": drawn(rng, 0, num_samples), "seen": bags, "ad": drawn(rng, 2, num_samples)}, pairs
+    bags, pairs = draw_bags(rng, 1, num_samples)
+    return {"user": draw_keys(rng, 0, num_samples), "seen": bags, "ad": draw_keys(rng, 2, num_samples)}, pairs
 
 
 def _scores(known, inputs, pairs, kernel, bias):
@@ -248,7 +248,7 @@ def test_an_nnx_model_takes_other_tables(is_graph):
         np.testing.assert_allclose(model(**inputs), _scores(known, inputs, pairs, *dense), rtol=1e-4, atol=1e-5)
         params = flax.nnx.state(model, flax.nnx.Param)
         assert len(jax.tree.leaves(params)) == 2
-        larger, known = made(list(tables.tables.values()), seed=1, num_rows=100)
+        larger, known = make_tables(list(tables.tables.values()), seed=1, num_rows=100)
         wanted = _scores(known, inputs, pairs, *dense)
         function = nnx.as_function(model)
         np.testing.assert_allclose(function(larger, inputs), wanted, rtol=1e-4, atol=1e-5)
@@ -269,7 +269,7 @@ def test_a_linen_model_takes_other_tables():
     np.testing.assert_allclose(
         model.apply(bound, **inputs), _scores(known, inputs, pairs, *dense), rtol=1e-4, atol=1e-5
     )
-    larger, known = made(list(tables.tables.values()), seed=1, num_rows=100)
+    larger, known = make_tables(list(tables.tables.values()), seed=1, num_rows=100)
     wanted = _scores(known, inputs, pairs, *dense)
     for of in (variables, bound):
         got = linen.as_function(model, of)(larger, inputs)
@@ -298,33 +298,33 @@ def test_what_cannot_be_meant_is_refused(flax):
     tables, _ = tables_of("float32")
     keys = np.arange(4)
 
-    def refused(kind, message, layer, *args, tables=tables, **kwargs):
+    def expect_refusal(kind, message, layer, *args, tables=tables, **kwargs):
         with pytest.raises(kind, match=message):
             call(flax, layer, tables, *args, **kwargs)
 
     user = lambda layers: layers.LookupLayer("user")  # noqa: E731
     bags = lambda layers: layers.SparseLookupLayer("user")  # noqa: E731
     several = lambda layers: layers.LookupLayers({"a": "user"})  # noqa: E731
-    refused(UnknownTableError, "'usr', wanted one of", lambda layers: layers.LookupLayer("usr"), keys)
-    refused(ValueError, "of dim 6, wanted 7", lambda layers: layers.LookupLayer("user", 7), keys)
-    refused(ValueError, "tables: got none", user, keys, tables=None)
-    refused(TypeError, "tables: got int", user, keys, tables=3)
-    refused(RequestError, "keys must be integers|keys: got", user, keys / 2)
-    refused(RequestError, "max_norm: got -1", user, keys, -1.0)
-    refused(RequestError, "Bags without a combiner", user, jaxsok.Bags(keys))
-    refused(RequestError, "inverse: got one", bags, jaxsok.Bags(keys, inverse=np.zeros(9, int)))
-    refused(RequestError, "offsets or weights as well", bags, jaxsok.Bags(keys), offsets=np.array([0, 4]))
-    refused(RequestError, "both lengths and offsets", bags, jaxsok.Bags(keys, lengths=[4], offsets=[0, 4]))
-    refused(
+    expect_refusal(UnknownTableError, "'usr', wanted one of", lambda layers: layers.LookupLayer("usr"), keys)
+    expect_refusal(ValueError, "of dim 6, wanted 7", lambda layers: layers.LookupLayer("user", 7), keys)
+    expect_refusal(ValueError, "tables: got none", user, keys, tables=None)
+    expect_refusal(TypeError, "tables: got int", user, keys, tables=3)
+    expect_refusal(RequestError, "keys must be integers|keys: got", user, keys / 2)
+    expect_refusal(RequestError, "max_norm: got -1", user, keys, -1.0)
+    expect_refusal(RequestError, "Bags without a combiner", user, jaxsok.Bags(keys))
+    expect_refusal(RequestError, "inverse: got one", bags, jaxsok.Bags(keys, inverse=np.zeros(9, int)))
+    expect_refusal(RequestError, "offsets or weights as well", bags, jaxsok.Bags(keys), offsets=np.array([0, 4]))
+    expect_refusal(RequestError, "both lengths and offsets", bags, jaxsok.Bags(keys, lengths=[4], offsets=[0, 4]))
+    expect_refusal(
         RequestError, "lengths: got -1, wanted no negative number", bags, jaxsok.Bags(keys, lengths=np.array([5, -1]))
     )
-    refused(RequestError, "weights: got shape", bags, keys, np.ones(3, np.float32))
-    refused(RequestError, "got 'b', wanted some of", several, {"b": keys})
-    refused(RequestError, "wanted a mapping", several, [keys])
-    refused(ValueError, "specs: got none", lambda layers: layers.LookupLayers({}), {})
-    refused(TypeError, "wanted a LookupSpec", lambda layers: layers.LookupLayers({"a": 3}), {"a": keys})
-    refused(ValueError, "combiner: got None", lambda layers: layers.SparseLookupLayer("user", None), keys)
-    refused(ValueError, "combiner: got 'max'", lambda layers: layers.SparseLookupLayer("user", "max"), keys)
+    expect_refusal(RequestError, "weights: got shape", bags, keys, np.ones(3, np.float32))
+    expect_refusal(RequestError, "got 'b', wanted some of", several, {"b": keys})
+    expect_refusal(RequestError, "wanted a mapping", several, [keys])
+    expect_refusal(ValueError, "specs: got none", lambda layers: layers.LookupLayers({}), {})
+    expect_refusal(TypeError, "wanted a LookupSpec", lambda layers: layers.LookupLayers({"a": 3}), {"a": keys})
+    expect_refusal(ValueError, "combiner: got None", lambda layers: layers.SparseLookupLayer("user", None), keys)
+    expect_refusal(ValueError, "combiner: got 'max'", lambda layers: layers.SparseLookupLayer("user", "max"), keys)
 
 
 def test_specs_are_refused_when_declared():

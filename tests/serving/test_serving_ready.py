@@ -11,7 +11,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
+from serving_cases import PLATFORMS, config_of, expect, model_of, records_of, rows_of, write
 from waiting import wait_until
 
 import jaxsok
@@ -80,7 +80,7 @@ def folders_of(path, content):
 def export(path, content, scale, is_per_sample=True):
     """Exports a model of keys, bags and numbers, whose result states its scale."""
     sources = [(FrozenTable(name, dim), records_of(content[name], dim)) for name, dim in DIMS.items()]
-    tables, _ = freeze_records([(table, SizedRecords(one.num_rows, [one])) for table, one in sources])
+    tables, _ = freeze_records([(table, SizedRecords(source.num_rows, [source])) for table, source in sources])
 
     def model(tables, inputs):
         bag = LookupInput("ad", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets)
@@ -110,7 +110,7 @@ def ask(session, contents, seed=0):
         versions.add(answer.version)
         content = contents[answer.version]
         for name, (table, mine) in keys.items():
-            np.testing.assert_array_equal(answer[name], expected(content[table], mine, 0.0, DIMS[table]))
+            np.testing.assert_array_equal(answer[name], expect(content[table], mine, 0.0, DIMS[table]))
 
     rng = np.random.default_rng(seed)
     for size in (7, 150):
@@ -120,7 +120,7 @@ def ask(session, contents, seed=0):
         given = request(num_samples, hotness, seed)
         answer = session.predict(given)
         check(answer, {"user": ("user", given["user"])})
-        bags = expected(contents[answer.version]["ad"], given["bag"].keys, 0.0, 3).sum(axis=1)
+        bags = expect(contents[answer.version]["ad"], given["bag"].keys, 0.0, 3).sum(axis=1)
         np.testing.assert_array_equal(answer["bag"], bags)
         assert set(answer["scale"].tolist()) == {contents[answer.version]["scale"]}
     return versions
@@ -192,7 +192,7 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
-                    np.testing.assert_array_equal(first[name], expected(content[name], keys[name], 0.0, DIMS[name]))
+                    np.testing.assert_array_equal(first[name], expect(content[name], keys[name], 0.0, DIMS[name]))
                     assert first[name].tobytes() == again[name].tobytes()
         if tier == "cache":
             assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
@@ -276,11 +276,11 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         made, are_held = other_sizes(served.reader.ready, monkeypatch), []
         compile_one = served.reader.ready._compile
 
-        def seen(where, program):
+        def note_program(where, program):
             are_held.append(served.versions._memory.lock.locked())
             compile_one(where, program)
 
-        monkeypatch.setattr(served.reader.ready, "_compile", seen)
+        monkeypatch.setattr(served.reader.ready, "_compile", note_program)
         folders_of(tmp_path / "1", content_of(1, 33))
         source = {name: tmp_path / "1" / name for name in DIMS}
         assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
@@ -336,7 +336,7 @@ def test_dense_models_that_went_are_freed(tmp_path, tier):
             session.update(None, dense_file=dense[1])
         served.reader.ready._compile = real
         gc.collect()
-        assert [one() for one in refused] == [None] and first() is not None
+        assert [reference() for reference in refused] == [None] and first() is not None
         session.update(None, dense_file=dense[1])
         for _ in range(5):  # A cache keeps the models of the last versions, for predictions that run.
             session.update({"user": tables["user"][0]})
@@ -419,7 +419,7 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
             answer = session.lookup(keys)
             for name in names:
                 wanted = rows_of(range(9), 4) if name == "item" else content[name]
-                np.testing.assert_array_equal(answer[name], expected(wanted, keys[name], 0.0, tables[name][1]))
+                np.testing.assert_array_equal(answer[name], expect(wanted, keys[name], 0.0, tables[name][1]))
             made = served.reader.ready._made[served.reader.place_of(served.versions.current)]
             return {program for program in made if len(program) < len(tables)}
 

@@ -67,7 +67,7 @@ def table_of(source):
     return found
 
 
-def expected(keys, rows):
+def expect(keys, rows):
     """Returns arrays in the form of `table_of`."""
     return {int(key): row.tobytes() for key, row in zip(keys, rows, strict=True)}
 
@@ -82,7 +82,7 @@ def test_hps_directories(keys, dim):
         signed = [key - 2**64 if key >= TOP else key for key in keys]
         folder = hps(pathlib.Path(name), signed, rows_of(keys, dim))
         source = open_table(folder, table="user", dim=dim)
-        assert table_of(source) == table_of(source) == expected(keys, rows_of(keys, dim))
+        assert table_of(source) == table_of(source) == expect(keys, rows_of(keys, dim))
         assert (source.table, source.dtype, source.num_rows) == ("user", "float32", len(keys))
         assert source.uuid is None and source.base is None and list(source.tombstones()) == []
         low = {key % 2**32 for key in keys}
@@ -91,7 +91,7 @@ def test_hps_directories(keys, dim):
                 open_table(folder, table="user", dim=dim, key_bits=32)
         else:
             cut = open_table(folder, table="user", dim=dim, key_bits=32)
-            assert table_of(cut) == expected([key % 2**32 for key in keys], rows_of(keys, dim))
+            assert table_of(cut) == expect([key % 2**32 for key in keys], rows_of(keys, dim))
 
 
 def test_hps_comes_in_chunks(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def specs(dtype="float32", names=("user", "item")):
     return [jaxsok.TableSpec(name, 3, cases.ADAM, **options) for name in names]
 
 
-def entered(collection, state, table, keys, clock, *, generation=0):
+def enter_rows(collection, state, table, keys, clock, *, generation=0):
     """Returns a state with rows that state their key."""
     keys = np.asarray(keys, np.uint64)
     dtype = ml_dtypes.bfloat16 if "bfloat16" in {spec.dtype for spec in collection.stores} else np.float32
@@ -192,20 +192,20 @@ def export(tmp_path_factory):
     collection = collection_of(specs())
     state = collection.init(seed=1)
     keys = [*range(0, 30), 2**32 + 100, TOP + 3]
-    held = [expected(keys, rows_of(keys, 3))]
-    state = entered(collection, state, "user", keys, 1)
-    state = entered(collection, state, "item", range(9), 1)
+    held = [expect(keys, rows_of(keys, 3))]
+    state = enter_rows(collection, state, "user", keys, 1)
+    state = enter_rows(collection, state, "item", range(9), 1)
     checkpoint.export_full(folder / "full", collection, state, clock=2)
     # Replaced: 0 to 4; gone: 10, 11 and a large key; new: 40.
-    state = entered(collection, state, "user", [*range(5), 40], 3, generation=1)
+    state = enter_rows(collection, state, "user", [*range(5), 40], 3, generation=1)
     state, _ = collection.erase(state, "user", np.array([10, 11, TOP + 3], np.uint64))
-    changed = expected([*range(5), 40], rows_of([*range(5), 40], 3, generation=1))
+    changed = expect([*range(5), 40], rows_of([*range(5), 40], 3, generation=1))
     held.append({key: row for key, row in (held[0] | changed).items() if key not in (10, 11, TOP + 3)})
     checkpoint.export_delta(folder / "first", collection, state, folder / "full", clock=4)
     # Replaced again: 0; back: 10; new and gone again: 40.
-    state = entered(collection, state, "user", [0, 10], 5, generation=2)
+    state = enter_rows(collection, state, "user", [0, 10], 5, generation=2)
     state, _ = collection.erase(state, "user", np.array([40], np.uint64))
-    changed = expected([0, 10], rows_of([0, 10], 3, generation=2))
+    changed = expect([0, 10], rows_of([0, 10], 3, generation=2))
     held.append({key: row for key, row in (held[1] | changed).items() if key != 40})
     checkpoint.export_delta(folder / "second", collection, state, folder / "first", clock=6)
     return folder, held
@@ -276,7 +276,7 @@ def test_any_damaged_byte_is_found_before_the_first_row(export, tmp_path, name):
     folder, _ = export
     shutil.copytree(folder, tmp_path / "chain")
     entry = json.loads((tmp_path / "chain" / name / "manifest.json").read_text())["tables"]["user"]
-    files = [tmp_path / "chain" / name / one["name"] for kind in ("files", "tombstones") for one in entry[kind]]
+    files = [tmp_path / "chain" / name / item["name"] for kind in ("files", "tombstones") for item in entry[kind]]
     assert len(files) == (1 if name == "full" else 2)
     rng = np.random.default_rng(0)
     for path in [*files, tmp_path / "chain" / name / "manifest.json"]:
@@ -329,17 +329,17 @@ def test_keys_of_32_bits(export, tmp_path):
 def test_rows_of_sixteen_bits_and_links_that_differ(tmp_path):
     """Rows of bfloat16 stay so; in a chain with float32 they become float32, exactly."""
     narrow, wide = collection_of(specs("bfloat16", ("user",))), collection_of(specs("float32", ("user",)))
-    state = entered(narrow, narrow.init(seed=1), "user", range(8), 1)
+    state = enter_rows(narrow, narrow.init(seed=1), "user", range(8), 1)
     checkpoint.export_full(tmp_path / "full", narrow, state, clock=1)
     source = open_table(tmp_path / "full", table="user", dim=3)
     assert source.dtype == "bfloat16"
-    assert table_of(source) == expected(range(8), rows_of(range(8), 3, dtype=ml_dtypes.bfloat16))
+    assert table_of(source) == expect(range(8), rows_of(range(8), 3, dtype=ml_dtypes.bfloat16))
     state = checkpoint.load(tmp_path / "full", wide)
-    state = entered(wide, state, "user", [3, 500], 2, generation=1)
+    state = enter_rows(wide, state, "user", [3, 500], 2, generation=1)
     checkpoint.export_delta(tmp_path / "delta", wide, state, tmp_path / "full", clock=2)
     source = open_table(tmp_path / "delta", table="user", dim=3)
-    changed = expected([3, 500], rows_of([3, 500], 3, generation=1))
-    assert source.dtype == "float32" and table_of(source) == expected(range(8), rows_of(range(8), 3)) | changed
+    changed = expect([3, 500], rows_of([3, 500], 3, generation=1))
+    assert source.dtype == "float32" and table_of(source) == expect(range(8), rows_of(range(8), 3)) | changed
 
 
 def test_a_table_without_rows(tmp_path):
@@ -354,7 +354,7 @@ def test_a_table_without_rows(tmp_path):
 
 def test_a_step_of_an_orbax_checkpoint(tmp_path):
     collection = collection_of(specs())
-    state = entered(collection, collection.init(seed=3), "user", range(30), 1)
+    state = enter_rows(collection, collection.init(seed=3), "user", range(30), 1)
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
     with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
         for step in (1, 2):
@@ -367,7 +367,7 @@ def test_a_step_of_an_orbax_checkpoint(tmp_path):
             manager.save(step, args=ocp.args.Composite(**items))
             manager.wait_until_finished()
     source = open_table(tmp_path / "run" / "1", table="user", dim=3)
-    assert table_of(source) == expected(range(30), rows_of(range(30), 3))
+    assert table_of(source) == expect(range(30), rows_of(range(30), 3))
     assert source.path.name == "tables" and source.base is None
     assert table_of(open_table(tmp_path / "run" / "2" / "more", table="user", dim=3)) == table_of(source)
     with pytest.raises(ServingError, match=r"with saved tables in \['more', 'tables'\], wanted one folder of them"):
@@ -433,8 +433,8 @@ class Life(stateful.RuleBasedStateMachine):
     @stateful.rule(keys=keys)
     def enter(self, keys):
         self.clock += 1
-        self.state = entered(self.collection, self.state, "user", keys, self.clock, generation=self.clock)
-        self.table |= expected(keys, rows_of(keys, 3, generation=self.clock))
+        self.state = enter_rows(self.collection, self.state, "user", keys, self.clock, generation=self.clock)
+        self.table |= expect(keys, rows_of(keys, 3, generation=self.clock))
 
     @stateful.rule(keys=keys)
     def erase(self, keys):

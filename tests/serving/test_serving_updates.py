@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import stateful
-from serving_cases import PLATFORMS, Trained, config_of, expected, model_of, rows_of, write
+from serving_cases import PLATFORMS, Trained, config_of, expect, model_of, rows_of, write
 from waiting import wait_until
 
 from jaxsok import checkpoint, host_limits
@@ -39,7 +39,7 @@ def check(session, content):
     """Checks all keys of all tables, in one answer."""
     answer = session.lookup({name: KEYS for name in content})
     for name, mine in content.items():
-        np.testing.assert_array_equal(answer[name], expected(mine, KEYS, DEFAULTS.get(name, 0.0), DIMS[name]))
+        np.testing.assert_array_equal(answer[name], expect(mine, KEYS, DEFAULTS.get(name, 0.0), DIMS[name]))
     model = session.models["dlrm"]
     assert answer.version == model.version == session.stats()["version"]
     assert dict(model.num_rows) == {name: len(mine) for name, mine in content.items()}
@@ -55,7 +55,7 @@ def trained(tmp_path):
     return trained
 
 
-def served(trained, **options):
+def serve(trained, **options):
     options = {"jaxsok": {"spare_rows": 16}, **options}
     return open_with({name: (trained.path, dim) for name, dim in DIMS.items()}, **options)
 
@@ -65,7 +65,7 @@ def served(trained, **options):
 
 @pytest.mark.parametrize("in_place", [*IN_PLACE, "auto"])
 def test_deltas_and_full_exports(trained, tmp_path, in_place):
-    with served(trained) as session:
+    with serve(trained) as session:
         check(session, trained.content)
         trained.set("user", rows_of(range(15, 25), 4, version=1))
         trained.erase("user", [0, 1])
@@ -123,7 +123,7 @@ def test_an_hps_directory_goes_before_those_in_it(tmp_path):
 
 def test_what_does_not_change_is_shared(trained, tmp_path):
     """Copy on write shares all arrays of an unchanged store, and the rows of a store that only loses keys."""
-    with served(trained) as session:
+    with serve(trained) as session:
         versions = session._models["dlrm"].versions
         trained.erase("ad", [3])
         before = versions.current.tables
@@ -139,7 +139,7 @@ def test_what_does_not_change_is_shared(trained, tmp_path):
 
 def test_a_version_grows(trained, tmp_path):
     """A copied version has room for any number of keys; an update in place, for as many as there are spare rows."""
-    with served(trained, jaxsok={"spare_rows": 4}) as session:
+    with serve(trained, jaxsok={"spare_rows": 4}) as session:
         trained.set("ad", rows_of(range(20, 25), 3, version=1))
         delta = trained.delta(tmp_path / "delta", trained.path)
         before = trained.frozen_content() | {"ad": rows_of(range(20), 3)}
@@ -160,15 +160,15 @@ def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
     if dtype in ("int8", "float8_e4m3fn"):
         pytest.importorskip("jaxsok.serving.quantize")
     own = {"row_dtype": dtype, "spare_rows": 16}
-    with served(trained, jaxsok=own) as session:
+    with serve(trained, jaxsok=own) as session:
         trained.set("user", rows_of(range(10, 30), 4, version=1))
         trained.erase("item", range(5))
         delta = trained.delta(tmp_path / "delta", trained.path)
         session.update(delta, in_place=in_place)
         answer = session.lookup({name: KEYS for name in DIMS})
     trained.path = delta
-    with served(trained, jaxsok=own) as anew:
-        for name, rows in anew.lookup({name: KEYS for name in DIMS}).items():
+    with serve(trained, jaxsok=own) as other:
+        for name, rows in other.lookup({name: KEYS for name in DIMS}).items():
             assert rows.tobytes() == answer[name].tobytes()
 
 
@@ -189,7 +189,7 @@ def test_new_versions_lie_where_the_first_one_lay(tmp_path):
 
 def test_lineage(trained, tmp_path):
     """A delta must follow the served version: not twice, not with a gap, not over HPS directories."""
-    with served(trained) as session:
+    with serve(trained) as session:
         paths = [trained.path]
         for number in range(1, 3):
             trained.set("user", rows_of(range(5), 4, version=number))
@@ -211,7 +211,7 @@ def test_lineage(trained, tmp_path):
         session.update({name: before for name in ("user", "item")})
         check(session, trained.content)
     trained.path = paths[2]  # A session that opens a chain continues with its next link.
-    with served(trained) as session:
+    with serve(trained) as session:
         session.update(before)
         check(session, trained.content)
 
@@ -262,7 +262,7 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
     trained.erase("user", [3])
     delta = trained.delta(tmp_path / "delta", trained.path)
     before = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
-    with served(trained) as session:
+    with serve(trained) as session:
         calls = {"left": 1 if step.startswith("second") else 0}
 
         def failing(real):
@@ -299,12 +299,12 @@ def test_memory(trained, tmp_path):
     trained.set("user", rows_of(range(5), 4, version=1))
     delta = trained.delta(tmp_path / "delta", trained.path)
     before = trained.frozen_content() | {"user": rows_of(range(20), 4)}
-    with served(trained) as session:
+    with serve(trained) as session:
         used = session.stats()["bytes"]
     row_bytes = (20 + 16) * 2 * 4 * 4  # Rows of user and item, with their spare rows.
     index_bytes = 64 * versions.RowMap(2, 72).num_buckets
     free = row_bytes + index_bytes  # A piece of rows has to fit as well.
-    with served(trained, memory_limit=used + free) as session:
+    with serve(trained, memory_limit=used + free) as session:
         message = rf"got {free} bytes free on .*, wanted [0-9]+ for a copy of what changes; pass"
         with pytest.raises(ServingError, match=message):
             session.update(delta, in_place=False)
@@ -312,12 +312,12 @@ def test_memory(trained, tmp_path):
         assert session.update(delta) == 2
         assert session.stats()["in_place_updates"] == 1
         check(session, trained.content)
-    with served(trained, memory_limit=used + 100) as session:
+    with serve(trained, memory_limit=used + 100) as session:
         for in_place in (True, False, "auto"):
             with pytest.raises(ServingError, match="got 100 bytes free on"):
                 session.update(delta, in_place=in_place)
         check(session, before)
-    with served(trained, memory_limit=2 * used + 2**20) as session:
+    with serve(trained, memory_limit=2 * used + 2**20) as session:
         session.update(delta)
         assert session.stats()["in_place_updates"] == 0
         check(session, trained.content)
@@ -330,23 +330,23 @@ def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
     path = write(tmp_path / "more", more)
     tables, options = {"user": (folder, 64)}, {"max_batch_size": 16, "per_sample": 32, "jaxsok": {"spare_rows": 0}}
 
-    def opened(limit=None):
+    def open_session(limit=None):
         return open(config_of(model_of(tables, **options)), warm_up=False, memory_limit=limit)
 
     def capacity(session):
         session.update({"user": path}, in_place=False)
         keys = np.arange(410)
-        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expected(more, keys, 0.0, 64))
+        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expect(more, keys, 0.0, 64))
         return session._models["dlrm"].versions.current.tables.stores[0].rows.shape[0]
 
-    with opened() as session:
+    with open_session() as session:
         used = session.stats()["bytes"]
         assert capacity(session) == 425
     piece = 2 * 400 * 256
-    with opened(used + 400 * 256 + piece + 64 * versions.RowMap(1, 400).num_buckets) as session:
+    with open_session(used + 400 * 256 + piece + 64 * versions.RowMap(1, 400).num_buckets) as session:
         assert capacity(session) == 400
     monkeypatch.setattr(versions, "MAX_CAPACITY", 410)
-    with opened() as session:
+    with open_session() as session:
         assert capacity(session) == 410
 
 
@@ -395,9 +395,9 @@ def test_memory_of_the_host(trained, monkeypatch, tier):
     is_cached = "gpucache" not in tier
     monkeypatch.setattr(host_limits, "available_bytes", lambda: 1000)
     with pytest.raises(ServingError, match=r"open: .* memory: got 1000 bytes free on .* wanted [0-9]+ for its tables"):
-        served(trained, **tier)
+        serve(trained, **tier)
     monkeypatch.setattr(host_limits, "available_bytes", lambda: 2**40)
-    with served(trained, **tier) as session:
+    with serve(trained, **tier) as session:
         monkeypatch.setattr(host_limits, "available_bytes", lambda: 100)
         with pytest.raises(ServingError, match=r"update: .* memory: got 100 bytes free on .* wanted [0-9]+") as caught:
             session.update(delta, in_place=False)
@@ -433,7 +433,7 @@ def test_memory_is_flat(tmp_path, in_place):
     model = model_of({name: (paths[0] / name, dim) for name, (_, dim) in sizes.items()}, jaxsok={"spare_rows": 4})
     with open(config_of(model), warm_up=False) as session:
 
-        def used():
+        def count_bytes():
             gc.collect()
             return sum(array.nbytes for array in jax.live_arrays())
 
@@ -441,8 +441,8 @@ def test_memory_is_flat(tmp_path, in_place):
             session.update(paths[number % 2], in_place=in_place)
             session.lookup({"user": np.arange(100)})
             if number == 1:
-                first = used()
-        assert used() <= first
+                first = count_bytes()
+        assert count_bytes() <= first
 
 
 # Readers -------------------------------------------------------------------------------------------------------------
@@ -630,11 +630,11 @@ def test_a_writer_that_is_interrupted_lets_readers_in(monkeypatch):
     """An update interrupted while it waits for readers lets new readers in."""
     gate = versions.Gate()
 
-    def interrupted(_):
+    def interrupt(_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(gate._changed, "wait_for", interrupted)
+        patch.setattr(gate._changed, "wait_for", interrupt)
         with pytest.raises(KeyboardInterrupt), gate.writing():
             pass
     reader = threading.Thread(target=lambda: gate.reading().__enter__(), daemon=True)
@@ -722,7 +722,7 @@ class Updates(stateful.RuleBasedStateMachine):
         answer = self.session.lookup({name: KEYS for name in self.held})
         assert answer.version == self.version
         for name, mine in self.held.items():
-            np.testing.assert_array_equal(answer[name], expected(mine, KEYS, DEFAULTS.get(name, 0.0), 2))
+            np.testing.assert_array_equal(answer[name], expect(mine, KEYS, DEFAULTS.get(name, 0.0), 2))
 
     def teardown(self):
         self.session.close()

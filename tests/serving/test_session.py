@@ -25,12 +25,12 @@ from serving_cases import (
     TRACED,
     UNKNOWN_DIM,
     config_of,
-    expected,
-    found_in_training,
+    declare_untrained,
+    expect,
+    find_in_training,
     model_of,
     records_of,
     rows_of,
-    untrained,
     write,
 )
 from waiting import wait_until
@@ -80,7 +80,7 @@ def check(answer, keys, content=None):
     content = CONTENT if content is None else content
     assert list(answer) == list(keys)
     for name, mine in keys.items():
-        wanted = expected(content[name], mine, DEFAULTS.get(name, 0.0), DIMS[name])
+        wanted = expect(content[name], mine, DEFAULTS.get(name, 0.0), DIMS[name])
         assert answer[name].dtype == np.float32
         np.testing.assert_array_equal(answer[name], wanted)
 
@@ -146,7 +146,7 @@ def test_programs_are_few(folders):
         num_compiled = readers.look_up_words._cache_size()
         for size in (0, 1, 47, 48, 49, 190, 300):
             keys = {name: np.arange(size) for name in DIMS}
-            np.testing.assert_array_equal(session.lookup(keys)["user"], expected(CONTENT["user"], keys["user"], 0, 4))
+            np.testing.assert_array_equal(session.lookup(keys)["user"], expect(CONTENT["user"], keys["user"], 0, 4))
         assert readers.look_up_words._cache_size() == num_compiled
 
 
@@ -165,7 +165,7 @@ def test_keys_of_32_bits(tmp_path):
     config = {**config_of(model_of({"user": (folder, 2)}, defaults={"user": 9.0})), "supportlonglong": False}
     with open(config, warm_up=False) as session:
         keys = np.array([1, 2**32 - 1, 7, -1])
-        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expected(content, keys, 9.0, 2))
+        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expect(content, keys, 9.0, 2))
         assert session.models["dlrm"].key_bits == 32
         for wrong in (np.array([1, 2**32]), np.array([-2]), np.array([2**63], np.uint64)):
             with pytest.raises(RequestError, match=r"wanted 0 to 4294967295: .* supportlonglong is false"):
@@ -177,7 +177,7 @@ def test_rows_of_other_dtypes(folders, dtype):
     with open(config_of(model_of(folders, jaxsok={"row_dtype": dtype})), warm_up=False) as session:
         keys = {name: np.arange(5) for name in DIMS}
         for name, rows in session.lookup(keys).items():
-            wanted = expected(CONTENT[name], keys[name], 0.0, DIMS[name])
+            wanted = expect(CONTENT[name], keys[name], 0.0, DIMS[name])
             np.testing.assert_allclose(rows, wanted, rtol=2**-8)
         assert {table.dtype for table in session.models["dlrm"].tables.values()} == {dtype}
 
@@ -217,7 +217,7 @@ def test_models_by_name(tmp_path):
         assert list(session.models) == ["model0", "model1"]
         for number in range(2):
             rows = session.lookup({"user": np.arange(3)}, model=f"model{number}")["user"]
-            np.testing.assert_array_equal(rows, expected(rows_of(range(10), 2, version=number), np.arange(3), 0, 2))
+            np.testing.assert_array_equal(rows, expect(rows_of(range(10), 2, version=number), np.arange(3), 0, 2))
         for model in (None, "model2", 3):
             with pytest.raises(UnknownModelError, match=r"lookup: model: got .* wanted one of \['model0', 'model1'\]"):
                 session.lookup({"user": np.arange(3)}, model=model)
@@ -357,10 +357,10 @@ def _source(name):
     return SizedRecords(records.num_rows, [records])
 
 
-def predicted(inputs, scale=1.0, content=None):
+def predict(inputs, scale=1.0, content=None):
     content = CONTENT if content is None else content
-    user = expected(content["user"], inputs["user"], DEFAULTS["user"], 4)
-    ad = expected(content["ad"], inputs["bag"].keys, 0.0, 3)
+    user = expect(content["user"], inputs["user"], DEFAULTS["user"], 4)
+    ad = expect(content["ad"], inputs["bag"].keys, 0.0, 3)
     offsets = inputs["bag"].offsets
     bag = np.array([ad[a:b].sum(axis=0) for a, b in itertools.pairwise(offsets)], np.float32).reshape(-1, 3)
     score = (user * WEIGHTS["user"]).sum(axis=(1, 2)) + (bag * WEIGHTS["ad"]).sum(axis=1)
@@ -393,7 +393,7 @@ def test_predictions(folders, artifacts, tier):
             for size in (1, 11):
                 answer, wanted = (
                     session.predict(request(size, seed=size)),
-                    predicted(request(size, seed=size), number + 1),
+                    predict(request(size, seed=size), number + 1),
                 )
                 assert answer.version == number + 1 and answer.keys() == {"score", "bag"}
                 for name in wanted:
@@ -418,7 +418,7 @@ def test_bad_predictions(folders, artifacts):
         ):
             with pytest.raises(kind, match=message):
                 session.predict(inputs)
-        np.testing.assert_allclose(session.predict(good)["score"], predicted(good)["score"], rtol=1e-5, atol=1e-3)
+        np.testing.assert_allclose(session.predict(good)["score"], predict(good)["score"], rtol=1e-5, atol=1e-3)
 
 
 def test_models_that_do_not_fit(folders, artifacts, tmp_path):
@@ -442,7 +442,7 @@ def test_the_dense_model_runs_where_the_tables_are(folders, tmp_path, monkeypatc
     model = model_of(folders, defaults=DEFAULTS, max_batch_size=12, dense_file=path, **tier)
     with open(config_of(model), device, warm_up=False) as session:
         np.testing.assert_allclose(
-            session.predict(request(5))["score"], predicted(request(5))["score"], rtol=1e-5, atol=1e-3
+            session.predict(request(5))["score"], predict(request(5))["score"], rtol=1e-5, atol=1e-3
         )
         session.update(None, dense_file=path)
         out = session._models["dlrm"].versions.current.tables.stores[0].rows.devices()
@@ -479,7 +479,7 @@ def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tie
     options = {"max_batch_size": 12, "dense_file": path, **tier}
     with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=True) as session:
         for keys in (np.array([1, 2, 41]), np.arange(11)):
-            answer, wanted = session.predict({"user": keys}), expected(CONTENT["user"], keys, DEFAULTS["user"], 4)
+            answer, wanted = session.predict({"user": keys}), expect(CONTENT["user"], keys, DEFAULTS["user"], 4)
             np.testing.assert_array_equal(answer["rows"], wanted)
             np.testing.assert_allclose(answer["mean"], wanted.mean(axis=0), rtol=1e-6)
 
@@ -518,11 +518,11 @@ def test_one_input_read_in_two_tables(folders, tmp_path, tier):
                 "d": ("ad", np.stack([user, pairs[:, 0]], 1)),
             }
             for name, (table, keys) in wanted.items():
-                rows = expected(CONTENT[table], keys, DEFAULTS.get(table, 0.0), DIMS[table])
+                rows = expect(CONTENT[table], keys, DEFAULTS.get(table, 0.0), DIMS[table])
                 np.testing.assert_array_equal(got[name], rows, err_msg=name)
 
 
-def _hashed(tables, inputs):
+def _hash_keys(tables, inputs):
     return lookup(tables, {"user": LookupInput("user", inputs["user"] % np.uint32(5))})["user"]
 
 
@@ -531,7 +531,7 @@ def _constant(tables, inputs):
     return found["user"] + found["one"]
 
 
-def _swapped(tables, inputs):
+def _swap_keys(tables, inputs):
     return lookup(tables, {"user": LookupInput("user", inputs["user"][:, ::-1])})["user"]
 
 
@@ -553,7 +553,7 @@ def _raw(tables, inputs):
     return rows + tables.stores[store].rows.max()
 
 
-@pytest.mark.parametrize("model", [_hashed, _constant, _swapped, _half_masked, _in_a_loop, _raw])
+@pytest.mark.parametrize("model", [_hash_keys, _constant, _swap_keys, _half_masked, _in_a_loop, _raw])
 def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, model):
     """A model that computes keys is refused over a cache, which cannot fetch them, and served over full tables."""
     only = {"user": folders["user"]}
@@ -591,7 +591,7 @@ def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(fold
         monkeypatch.setattr(cache, "lookup_tables", updated_first)
         answer = session.predict({"user": keys})
         assert answer.version == 2 and asked == [["user"], ["item"]]
-        np.testing.assert_array_equal(answer["output"], expected(CONTENT["item"], keys, DEFAULTS["item"], 4))
+        np.testing.assert_array_equal(answer["output"], expect(CONTENT["item"], keys, DEFAULTS["item"], 4))
 
 
 def test_versions_that_went_are_not_held(folders, tmp_path):
@@ -677,8 +677,8 @@ def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
                     wanted[name].update(["keys", kind])
         stats = session.stats()
     assert (stats["lookups"], stats["predicts"]) == (5, 4)
-    for name, one in wanted.items():
-        assert {kind: stats["tables"][name][kind] for kind in one} == one, name
+    for name, array in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in array} == array, name
     total = sum(wanted.values(), collections.Counter())
     assert {kind: stats[kind] for kind in total} == total and min(total.values()) > 0
     assert stats["hit_rate"] == total["hits"] / (total["hits"] + total["missing"])
@@ -709,9 +709,9 @@ def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_
                 counts = len(keys), keys.count(2**64 - 1), len(distinct), len(distinct - misses), len(misses)
                 wanted[name].update(dict(zip(names, (*counts, len(misses - found)), strict=True)))
         stats = session.stats()
-    for name, one in wanted.items():
-        assert {kind: stats["tables"][name][kind] for kind in names} == one, name
-        assert stats["tables"][name]["hit_rate"] == one["hits"] / one["distinct"]
+    for name, array in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in names} == array, name
+        assert stats["tables"][name]["hit_rate"] == array["hits"] / array["distinct"]
     total = sum(wanted.values(), collections.Counter())
     assert {kind: stats[kind] for kind in names} == total and min(total.values()) > 0
 
@@ -766,7 +766,7 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
     """A cache is filled with the most frequent rows if files have frequencies, otherwise with the first rows."""
     content, open_table = rows_of(range(2000), 4), folders_lib.open_table
 
-    def opened(*args, **options):
+    def open_counted(*args, **options):
         source = open_table(*args, **options)
 
         def chunks():
@@ -775,7 +775,7 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
 
         return dataclasses.replace(source, chunks=chunks)
 
-    monkeypatch.setattr(folders_lib, "open_table", opened)
+    monkeypatch.setattr(folders_lib, "open_table", open_counted)
     tables = {"user": (write(tmp_path / "user", content), 4)}
     options = {"gpucacheper": 0.5, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:
@@ -795,16 +795,16 @@ TIERS = {"device": {}, "cache": CACHED, "host": {"gpucache": False}}
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """Returns full exports of `untrained`, by the dtype of rows."""
+    """Returns full exports of `declare_untrained`, by the dtype of rows."""
     folder = tmp_path_factory.mktemp("unknown")
     for dtype in ("float32", "bfloat16"):
-        checkpoint.export_full(folder / dtype, *untrained(dtype))
+        checkpoint.export_full(folder / dtype, *declare_untrained(dtype))
     return {dtype: folder / dtype for dtype in ("float32", "bfloat16")}
 
 
 def as_trained(folder, names=None, **options):
     """Returns a configuration without a default value, so that of training applies."""
-    names = names or [*found_in_training(*untrained())]
+    names = names or [*find_in_training(*declare_untrained())]
     return model_of({name: (folder, UNKNOWN_DIM) for name in names}, default_value_for_each_table=[], **options)
 
 
@@ -815,7 +815,7 @@ def as_trained(folder, names=None, **options):
 def test_missing_keys_read_what_find_reads(exports, tier, dtype, row_dtype):
     """Missing keys read the bits of `find`, for every initializer and both values of `unknown`."""
     more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
-    wanted = found_in_training(*untrained(dtype))
+    wanted = find_in_training(*declare_untrained(dtype))
     with open(config_of(as_trained(exports[dtype], **TIERS[tier], **more)), warm_up=False) as session:
         for _ in range(2):  # The second time a cache has the rows.
             answer = session.lookup({name: ASKED for name in wanted})
@@ -833,7 +833,7 @@ def test_models_read_what_find_reads(exports, tmp_path, tier, row_dtype):
     """A dense model reads what `find` reads, in bags too."""
     names = ["normal", "uniform", "normal_zeros"]
     more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
-    collection, state = untrained()
+    collection, state = declare_untrained()
     tables = jaxsok.serving.freeze(collection, state, tables=names, dtype=row_dtype)
 
     def model(tables, inputs):
@@ -846,7 +846,7 @@ def test_models_read_what_find_reads(exports, tmp_path, tier, row_dtype):
     missing = ASKED[~np.isin(ASKED, KNOWN)]
     request = {name: missing for name in names}
     request["bag"] = jaxsok.Bags(missing, offsets=np.arange(len(missing) + 1))
-    wanted = found_in_training(collection, state, missing)
+    wanted = find_in_training(collection, state, missing)
     wanted["bag"] = wanted["normal"]
     config = as_trained(exports["float32"], names, dense_file=str(tmp_path / "model"), **TIERS[tier], **more)
     with open(config_of(config), warm_up=False) as session:
@@ -857,7 +857,7 @@ def test_models_read_what_find_reads(exports, tmp_path, tier, row_dtype):
 
 def test_http_reads_what_find_reads(exports):
     httpx = pytest.importorskip("httpx")
-    wanted = found_in_training(*untrained())
+    wanted = find_in_training(*declare_untrained())
     session = open(config_of(as_trained(exports["float32"])), warm_up=False)
     with server_cases.serving(session) as found, httpx.Client(base_url=found.address, timeout=30) as client:
         pages = client.get("/v1/models/dlrm").json()["tables"]
@@ -889,7 +889,9 @@ def test_a_default_that_is_configured_counts(exports):
     with open(config_of(model), warm_up=False) as session:
         answer = session.lookup({"normal": np.array([5]), "uniform": np.array([5])})
         assert answer["normal"].tolist() == [[0.25] * 4]
-        np.testing.assert_array_equal(answer["uniform"], found_in_training(*untrained(), np.array([5]))["uniform"])
+        np.testing.assert_array_equal(
+            answer["uniform"], find_in_training(*declare_untrained(), np.array([5]))["uniform"]
+        )
 
 
 def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
@@ -912,14 +914,14 @@ def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
 def test_updates_keep_what_missing_keys_read(exports, tmp_path, tier):
     """Updates keep what missing keys read: a delta brings rows, and an export of other initial rows is refused."""
     names = ["normal", "constant"]
-    collection, state = untrained()
+    collection, state = declare_untrained()
     rows = np.full((1, UNKNOWN_DIM), 8.0, np.float32)
     base = tmp_path / "base"
     checkpoint.export_full(base, collection, state)
     state, _, _ = collection.assign(jax.tree.map(jnp.copy, state), "normal", np.array([5], np.uint64), rows)
     checkpoint.export_delta(tmp_path / "delta", collection, state, base)
-    checkpoint.export_full(tmp_path / "other", *untrained(seed=1))
-    wanted = found_in_training(collection, state)
+    checkpoint.export_full(tmp_path / "other", *declare_untrained(seed=1))
+    wanted = find_in_training(collection, state)
     with open(config_of(as_trained(base, names, **TIERS[tier])), warm_up=False) as session:
         assert session.update(tmp_path / "delta") == 2
         answer = session.lookup({name: ASKED for name in names})

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import redis
 from redis_servers import Cluster, Server, running
-from serving_cases import Trained, config_of, expected, model_of, rows_of
+from serving_cases import Trained, config_of, expect, model_of, rows_of
 from waiting import free_port, wait_until
 
 from jaxsok import checkpoint, serving
@@ -100,7 +100,7 @@ def serve(url, *trainings, **options):
 def serves(session, training):
     """Returns whether all keys of both tables have the rows of the dicts."""
     answer = session.lookup({name: KEYS for name in DIMS}, model=training.model)
-    return all(np.array_equal(answer[name], expected(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS)
+    return all(np.array_equal(answer[name], expect(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS)
 
 
 @pytest.mark.parametrize("kind", ["server", "cluster"])
@@ -405,7 +405,7 @@ def test_a_killed_server_process_goes_on(url, tmp_path):
         with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(request) as response:
             rows = json.load(response)["rows"]
             return all(
-                np.array_equal(rows[name], expected(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS
+                np.array_equal(rows[name], expect(training.content[name], KEYS, 0.0, DIMS[name])) for name in DIMS
             )
 
     for _ in range(2):

@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from serving_cases import PLATFORMS, config_of, expected, model_of, rows_of, write
+from serving_cases import PLATFORMS, config_of, expect, model_of, rows_of, write
 
 from jaxsok import serving
 from jaxsok.serving.artifact import KeysInput, export_model
@@ -116,7 +116,7 @@ DIMS = {"user": 16, "item": 8}
 CONTENT = {table: rows_of(range(40), dim) for table, dim in DIMS.items()}
 
 
-def written(tmp_path, config, **changes):
+def write_arguments(tmp_path, config, **changes):
     """Returns the arguments of `initialize`, for the HPS configuration and a changed config.pbtxt."""
     (tmp_path / "hps.json").write_text(json.dumps(config))
     model_config = from_text_proto((FOLDER / "config.pbtxt").read_text()) | changes
@@ -135,14 +135,14 @@ def test_the_configuration_is_whole():
     assert config["name"] == FOLDER.name and config["backend"] == "python"
     assert config["parameters"]["config"]["string_value"].endswith(".json")
     for entry, (table, dim) in zip(config["output"], DIMS.items(), strict=True):
-        (keys,) = (one["dims"] for one in config["input"] if one["name"] == table)
+        (keys,) = (entry["dims"] for entry in config["input"] if entry["name"] == table)
         assert (entry["name"], entry["dims"]) == (f"{table}_embeddings", [*keys, dim])
 
 
 def test_requests_get_rows(model_class, tmp_path):
     """Several requests of different sizes in one call get their rows, and only a wrong request gets an error."""
     model = model_class()
-    model.initialize(written(tmp_path, hps_of(tmp_path)))
+    model.initialize(write_arguments(tmp_path, hps_of(tmp_path)))
     rng, requests = np.random.default_rng(0), []
     for samples in (1, 5, 64):
         keys = {table: rng.integers(-1, 50, (samples, n)) for table, n in (("user", 1), ("item", 4))}
@@ -156,7 +156,7 @@ def test_requests_get_rows(model_class, tmp_path):
         for name, rows in arrays.items():
             table = name.removesuffix("_embeddings")
             default = {"user": -1.0}.get(table, 0.0)
-            wanted = expected(CONTENT[table], request.tensors[table], default, DIMS[table])
+            wanted = expect(CONTENT[table], request.tensors[table], default, DIMS[table])
             np.testing.assert_array_equal(rows, wanted)
             assert rows.dtype == np.float32
     assert "keys must be integers" in refused.error and refused.output_tensors == []
@@ -175,10 +175,10 @@ def test_predictions_come_along(model_class, tmp_path):
     export_model(tmp_path / "dense", dense, tables, {"user": KeysInput("user", shape=(1,))}, platforms=PLATFORMS)
     outputs = [{"name": "score"}, {"name": "item_embeddings"}]
     model = model_class()
-    model.initialize(written(tmp_path, hps_of(tmp_path, dense_file=str(tmp_path / "dense")), output=outputs))
+    model.initialize(write_arguments(tmp_path, hps_of(tmp_path, dense_file=str(tmp_path / "dense")), output=outputs))
     keys = {"user": np.array([[3], [4]]), "item": np.array([[3, 4, 5, 6]] * 2)}
     (answer,) = model.execute([Request(keys, ["score", "item_embeddings"])])
-    rows = expected(CONTENT["user"], keys["user"], -1.0, DIMS["user"])
+    rows = expect(CONTENT["user"], keys["user"], -1.0, DIMS["user"])
     np.testing.assert_allclose(answer.arrays()["score"], rows.sum(axis=(1, 2)), rtol=1e-6)  # The order of sums differs.
     assert answer.arrays()["item_embeddings"].shape == (2, 4, DIMS["item"])
     model.finalize()
@@ -196,6 +196,6 @@ def test_predictions_come_along(model_class, tmp_path):
 def test_configurations_that_do_not_fit(changes, text, model_class, tmp_path):
     """A configuration that does not fit makes Triton refuse the model with a reason."""
     with pytest.raises(ValueError, match=re.escape(text)):
-        model_class().initialize(written(tmp_path, hps_of(tmp_path), **changes))
+        model_class().initialize(write_arguments(tmp_path, hps_of(tmp_path), **changes))
     with pytest.raises(serving.ConfigError):
-        model_class().initialize(written(tmp_path, {"models": []}))
+        model_class().initialize(write_arguments(tmp_path, {"models": []}))

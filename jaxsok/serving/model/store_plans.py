@@ -64,7 +64,7 @@ class Change:
             for start in range(0, records.num_rows, most):
                 yield records.take(slice(start, start + most))
 
-    def gone_from(self, row_map: RowMap, number: int) -> np.ndarray:
+    def find_gone(self, row_map: RowMap, number: int) -> np.ndarray:
         """Finds the keys that it removes from a table."""
         if self.gone is not None:
             return self.gone
@@ -123,7 +123,7 @@ class StorePlan:
     ) -> "StorePlan":
         """Plans a store of some tables; `capacity` chooses its size from the rows needed."""
         numbers = {table.name: number for number, table in enumerate(tables)}
-        gone = {change.table.name: change.gone_from(old, numbers[change.table.name]) for change in changes}
+        gone = {change.table.name: change.find_gone(old, numbers[change.table.name]) for change in changes}
         is_fresh = len(changes) == len(tables) and all(change.gone is None for change in changes)
         if is_fresh:
             num_needed = sum(len(change.keys) for change in changes)

@@ -89,11 +89,11 @@ class StatsWindow:
     @property
     def num_arrived(self) -> int:
         """Steps in the sums: at most `num_steps`."""
-        return min(len(self._arrived()), self.num_steps)
+        return min(len(self._list_arrived()), self.num_steps)
 
     def sums(self) -> dict[str, dict[str, int]]:
         """Returns the counts by table over the steps in the window, as `Stats.to_dict`; empty before any arrived."""
-        steps = self._arrived()
+        steps = self._list_arrived()
         if not steps:
             return {}
         counts = self._add(steps)
@@ -101,13 +101,13 @@ class StatsWindow:
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
         """Returns `Stats.scalars` over the steps in the window, and "prefix/num_steps"; empty before any arrived."""
-        steps = self._arrived()
+        steps = self._list_arrived()
         if not steps:
             return {}
         num_steps = {f"{prefix}/num_steps": float(min(len(steps), self.num_steps))}
         return num_steps | scalars_of(steps[-1], self._add(steps), prefix)
 
-    def _arrived(self) -> list[Stats]:
+    def _list_arrived(self) -> list[Stats]:
         """Returns the last steps that have arrived without a gap, and the one before them if it is known."""
         # The transfer was started with the step: what is ready on the device is here in microseconds.
         steps = list(itertools.takewhile(_has_arrived, self._steps))
