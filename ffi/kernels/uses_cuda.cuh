@@ -17,9 +17,9 @@
 #include <type_traits>
 
 #include "bags_cuda.cuh"
+#include "sort_cuda.h"
 #include "stages_cuda.cuh"
 #include "update.h"
-#include "sort_cuda.h"
 
 namespace jaxsok {
 

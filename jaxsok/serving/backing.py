@@ -252,7 +252,7 @@ def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, 
             f'DeviceCache: table "{name}": got {", ".join(got)} of {type(source).__name__}.{op}, wanted '
             f"{', '.join(wanted)}."
         )
-    rows = tuple(array[is_found] for array in lines)
+    rows = tuple(lines) if is_found.all() else tuple(array[is_found] for array in lines)
     return rows if table.is_quantized else round_rows(table, rows[0]), is_found
 
 
@@ -266,7 +266,8 @@ def take(lines: Lines, which: np.ndarray) -> Lines:
 
 
 def join_lines(parts: Iterable[Lines]) -> Lines:
-    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    """Joins lines; those of a single part are not copied."""
+    return tuple(arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
 def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:

@@ -192,7 +192,7 @@ class DeviceCache:
         Takes the first rows, or the hottest if the source knows frequencies: then it reads all rows once, with host
         memory for twice a table's share.
         """
-        start, num_inserted = self.stores.snapshot(), 0
+        start, num_before = self.stores.snapshot(), self.stats().inserted
         for name, share in self._shares.items():
             table, hottest = start.source.tables[name], hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
             chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
@@ -203,8 +203,8 @@ class DeviceCache:
                     keys = keys[is_found]
                 else:
                     rows = round_rows(table, hottest.rows[chunk])
-                num_inserted += self.stores.insert({name: (keys, rows)}, start.epoch)
-        return num_inserted
+                self.stores.insert({name: (keys, rows)}, start.epoch)
+        return self.stats().inserted - num_before
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""

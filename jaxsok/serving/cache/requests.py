@@ -90,6 +90,8 @@ class Found:
             if not num_missed:
                 continue
             if s not in records:
+                for array in (out.records[s], out.row_ids[s]):
+                    array.copy_to_host_async()
                 lines, row_ids = np.asarray(out.records[s]), np.asarray(out.row_ids[s])
                 keys = keys_lib.from_words(lines[:, :2])
                 places = np.flatnonzero((row_ids == NO_ROW) & (keys != np.uint64(PADDING_KEY)))

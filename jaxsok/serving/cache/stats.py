@@ -3,6 +3,11 @@
 import dataclasses
 import threading
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+_MOST_LATER = 64  # counts that wait on the device: reading more of them would take long, and holds arrays
 
 
 @dataclasses.dataclass
@@ -45,6 +50,7 @@ class Counter:
         self._lock = threading.Lock()
         # Changed and copied under `_lock`: a copy has all of an `add`, or none of it.
         self._stats, self._tables = CacheStats(), {name: TableCounts() for name in tables}
+        self._later: list[dict[str, Any]] = []  # counts on the device, to be added to those of all tables
 
     def add(self, table: str | None = None, **more: int) -> None:
         """Adds to the counts of all tables together, and to those of a table if one is named."""
@@ -53,8 +59,23 @@ class Counter:
                 for name, number in more.items():
                     setattr(counts, name, getattr(counts, name) + number)
 
-    def stats(self) -> CacheStats:
+    def add_later(self, **more: Any) -> None:
+        """Adds numbers that the device is to deliver: when counts are asked for, or if too many wait."""
         with self._lock:
+            self._later.append(more)
+            if len(self._later) > _MOST_LATER:
+                self._settle(self._later.pop(0))
+
+    def _settle(self, more: dict[str, Any]) -> None:
+        """Adds numbers of the device; waits for them. Under the lock."""
+        for name, number in more.items():
+            setattr(self._stats, name, getattr(self._stats, name) + int(np.asarray(number)))
+
+    def stats(self) -> CacheStats:
+        """Returns the counts of all tables together; waits for programs that insert rows."""
+        with self._lock:
+            while self._later:
+                self._settle(self._later.pop(0))
             return dataclasses.replace(self._stats)
 
     def tables(self) -> dict[str, TableCounts]:

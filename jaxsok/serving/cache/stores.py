@@ -114,20 +114,20 @@ class DeviceStores:
             self._salt = draw_salt()
         raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
 
-    def insert(self, rows: Rows, epoch: int) -> int:
-        """Inserts rows in one tick, if the source is still that of the epoch; returns how many came."""
+    def insert(self, rows: Rows, epoch: int) -> None:
+        """Inserts rows in one tick, if the source is still that of the epoch; does not wait for the device."""
         while True:
             leaving = self._leaving
             if leaving is None:
-                return 0
+                return
             kept = {name: _drop_keys(*some, leaving.get(name, NO_KEYS)) for name, some in rows.items()}
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
-                return 0
+                return
             counts = []
             with self.lock:
                 if self._epoch != epoch or not self.arrays:
-                    return 0
+                    return
                 if self._leaving is not leaving:  # a swap has begun, or failed
                     continue
                 bounds = {batch.store: self._most_rows[batch.store] + batch.num_keys for batch in batches}
@@ -143,7 +143,8 @@ class DeviceStores:
                     break
             for program in chosen:  # while others look up; afterwards other rows may have to leave
                 self.compiled.make("insert", *program)
-        return self._count(counts, "inserted", "evicted")
+        for inserted, evicted in counts:
+            self._counter.add_later(inserted=inserted, evicted=evicted)
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         (batch,) = self.batches({name: (keys, None)})
