@@ -98,14 +98,19 @@ COLUMNS = ("target", "wanted", "reached", "")
 
 def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tuple[str, str, str, str]]:
     """Makes the table of all targets from runs, each (about, records), oldest first."""
+    # The number of its run tells the records of one run from those of another.
+    marked = [
+        (about, [dataclasses.replace(record, notes=record.notes | {"run": number}) for record in records])
+        for number, (about, records) in enumerate(results)
+    ]
     found = {
         "gpu": Found(
             record
-            for about, records in results
+            for about, records in marked
             if about["platform"] != "cpu" and about["options"]["scale"] == 1.0
             for record in records
         ),
-        "cpu": Found(record for about, records in results if about["platform"] == "cpu" for record in records),
+        "cpu": Found(record for about, records in marked if about["platform"] == "cpu" for record in records),
     }
     return [target.row(found[target.platform]) for target in TARGETS]
 
@@ -167,7 +172,18 @@ def _on_mesh(num_devices: int, program: str = "pipelined", what: str = STEP, sub
 
 
 def _efficiency(num_devices: int) -> Reading:
-    return lambda found: _over(_on_mesh(2)(found), _on_mesh(num_devices)(found))
+    """Returns the time on 2 devices over that on more, both of one run, the newest that has them."""
+    notes = {"program": "pipelined", "wire": "float32", "front_end": "jit", "scaling": "weak"}
+
+    def reading(found: Found) -> float | None:
+        for record in found.all(STEP, notes=notes, workload="M1", num_devices=num_devices):
+            same_run = notes | {"run": record.notes.get("run")}
+            on_two = found.ms(STEP, notes=same_run, workload="M1", num_devices=2)
+            if on_two is not None:
+                return on_two / record.timing.ms
+        return None
+
+    return reading
 
 
 def _forward_on_mesh(num_devices: int) -> Reading:
