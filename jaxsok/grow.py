@@ -91,7 +91,7 @@ class _Look:
     usable_from: int
     """The first batch whose decision may use it: not when it arrives decides, so all runs decide alike."""
     rows: "int | _Summary"
-    """Of the fullest shard; or the counters of all stores, on their way to the host."""
+    """Those of the fullest shard; or the counters of all stores, on their way to the host."""
     taken: int
     """Positions of all batches before."""
 

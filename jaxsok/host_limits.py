@@ -16,8 +16,8 @@ from jaxsok.shards import Shards
 
 NO_LIMIT = 1 << 62  # version 1 of control groups writes a number near 2**63 for "no limit"
 
-# Of a control group: the files with its limit and with what it uses, and the line of memory.stat that counts pages of
-# files that the kernel can drop. By version: path of the mount, and these three.
+# Each version of control groups has its files: path of the mount, the files with the limit and with what is used, and
+# the line of memory.stat that counts pages of files that the kernel can drop.
 _VERSION_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 _VERSION_2 = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
 

@@ -201,6 +201,7 @@ def one_salt(monkeypatch):
 def by_doubling(monkeypatch):
     """Makes new tables start at their declared size and grow by doubling, so that a short test sees several growths."""
     monkeypatch.setattr("jaxsok.grow.FIRST_CALLS", 0)
+    monkeypatch.setattr("jaxsok.grow.CALLS_AT_ONCE", 1)
 
 
 @pytest.fixture(scope="module")

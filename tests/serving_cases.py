@@ -12,7 +12,7 @@ from jaxsok.interchange import hps
 PADDING = 2**64 - 1
 
 PLATFORMS = ["cpu"] if jax.default_backend() == "cpu" else ["cpu", "cuda"]
-"""Of exported models: where rows lie on the host, so does the model."""
+"""Platforms of exported models: where rows lie on the host, so does the model."""
 
 
 def records_of(content, dim):

@@ -297,8 +297,8 @@ struct UseNotes {
   }
   /// Records one use of each lane's row, none for row ids beyond the capacity. All lanes of the warp call it.
   ///
-  /// Of the lanes with one row the first writes for all: a hot key occurs in many lanes of every warp, whose additions
-  /// to one word would be serialised.
+  /// The first of the lanes that have the same row writes for all: a hot key occurs in many lanes of every warp, whose
+  /// additions to one word would be serialised.
   __device__ void AddOfWarp(const StoreView& store, uint32_t row_id, uint32_t now) const {
     const unsigned peers = __match_any_sync(~0u, row_id);
     const bool is_first = threadIdx.x % kWarp == static_cast<unsigned>(__ffs(static_cast<int>(peers)) - 1);

@@ -193,7 +193,7 @@ struct BlockDigest<kMode, true> {
     if (threadIdx.x != 0) return;
     uint64_t sum = 0;
 #pragma unroll
-    for (uint64_t one : of_warp) sum += one;
+    for (uint64_t part : of_warp) sum += part;
     if (sum != 0) AtomicAdd64(digest, sum);
   }
 };

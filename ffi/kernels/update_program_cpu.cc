@@ -68,14 +68,14 @@ float Reduced(const float* values, int32_t dim) {
 JAXSOK_CPU_CLONES int32_t RunColumnOps(const RowMachine& machine, int32_t op) {
   const int32_t dim = machine.dim;
   for (; op < machine.program.num_ops; ++op) {
-    const RowInstruction one = machine.program.ops[op];
-    if (one.code >= kRowSum) break;
-    float* to = machine.Register(one.to);
-    const Operand a = Operand::Of(machine, one.a);
+    const RowInstruction instruction = machine.program.ops[op];
+    if (instruction.code >= kRowSum) break;
+    float* to = machine.Register(instruction.to);
+    const Operand a = Operand::Of(machine, instruction.a);
     // Unused operands are numbers, so that few of the loops are ever taken.
-    const Operand b = ReadsSecond(one.code) ? Operand::Of(machine, one.b) : Operand{nullptr, 0.0f};
-    const Operand c = ReadsThird(one.code) ? Operand::Of(machine, one.c) : Operand{nullptr, 0.0f};
-    switch (one.code) {
+    const Operand b = ReadsSecond(instruction.code) ? Operand::Of(machine, instruction.b) : Operand{nullptr, 0.0f};
+    const Operand c = ReadsThird(instruction.code) ? Operand::Of(machine, instruction.c) : Operand{nullptr, 0.0f};
+    switch (instruction.code) {
 #define JAXSOK_ROW_OP(name)                   \
   case name:                                  \
     OverColumns<name>::Run(to, a, b, c, dim); \

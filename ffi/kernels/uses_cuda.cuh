@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
           const float weight = real && weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
           for (int i = 0; i < kLanes; ++i) {
             const bool use = __shfl_sync(~0u, real ? 1 : 0, group_start + i) != 0;
-            const float one = __shfl_sync(~0u, weight, group_start + i);
-            if (use) divisor = divisor + (f.combiner == kCombinerSqrtn ? one * one : one);
+            const float other = __shfl_sync(~0u, weight, group_start + i);
+            if (use) divisor = divisor + (f.combiner == kCombinerSqrtn ? other * other : other);
           }
         }
         if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);

@@ -473,7 +473,7 @@ struct Embeddings {
   std::vector<void*> pointers;
   Embeddings(const Batch& batch, int32_t dim, RowDtype dtype_ = kRowDtypeFloat32) : dtype(dtype_) {
     for (const auto& bags : batch.bags) bytes.emplace_back(bags.size() * dim * BytesOf(dtype), 0x42);
-    for (auto& one : bytes) pointers.push_back(one.data());
+    for (auto& lines : bytes) pointers.push_back(lines.data());
   }
   EmbeddingsView View() const { return {dtype, pointers.data()}; }
   Line Values(int f) const { return Decoded(dtype, bytes[f].data(), bytes[f].size() / BytesOf(dtype)); }

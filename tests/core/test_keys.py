@@ -178,7 +178,7 @@ def test_equal_keys_of_two_tables_meet_in_one_bucket():
         [jaxsok.FeatureSpec("u", "user"), jaxsok.FeatureSpec("i", "item")],
     )
     state = collection.init(seed=0)
-    # Of 4,096 keys of a bucket in the first table, one in 32 has the same home in the second.
+    # One in 32 of the 4,096 keys of a bucket in the first table has the same home in the second.
     homes = [set(programs.aimed_keys(collection, state, 4096, table_id=number).tolist()) for number in (0, 1)]
     keys = np.array(sorted(homes[0] & homes[1])[:8], np.uint64)
     assert len(keys) == 8

@@ -395,7 +395,7 @@ class LifeMachine(RuleBasedStateMachine):
     max_capacity = (28, 8)
     first_capacity = (20, 28)
     statistics = True
-    """Of the store that refuses; the others keep them in any case."""
+    """Whether the store that refuses keeps statistics; the others do in any case."""
     other_shards: int | None = None
 
     @initialize(has_clock=st.booleans(), first=batches(), second=batches())
