@@ -466,7 +466,7 @@ def test_keys_that_have_rows_need_no_room(by_doubling):
         state = collection.grow(state, batch)
         _, state, _ = programs.lookup(collection)(state, batch.features)
         capacities.append(state.stores[0].capacity)
-    assert capacities == [120] * grow.MOST_COUNTS + [100 + grow.CALLS_AT_ONCE * 100] * 3
+    assert capacities == [120] * grow.MOST_COUNTS + [240] * 3
     waits = collection.growth.num_waits
     collection.grow(state, batch)
     assert collection.growth.num_waits == waits
