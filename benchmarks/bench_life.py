@@ -1,9 +1,12 @@
-"""The life of a table: the cost of statistics and admission in a lookup, and the speed of an export.
+"""The life of a table: statistics and admission in a lookup, the steps of a full table, and the speed of an export.
 
 Question: training forward and step of W1 with frequency, last step and exact-count admission on, over the same without;
-          an export of 10 GB, compared with the bandwidth of the link to the host.
+          a step of a table at its bound with `grow` before it, which evicts, over the step by itself, whose new keys
+          are refused; an export of 10 GB, compared with the bandwidth of the link to the host.
 Workload: W1, all keys present, and again with 1% of unseen keys, which wait and never enter; one table of 128
-          floats under rowwise Adagrad, 10 GB of rows and state.
+          floats under rowwise Adagrad, 10 GB of rows and state. The full table: 16 Mi rows of 64 floats, 262,144 keys a
+          batch, a twentieth of them new, the others among recent rows with a probability of 1 / age; least recently
+          used rows leave.
 Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.
 Command:  `python -m jaxsok bench --only life`
 Last result: docs/performance.md (H200, commit 7db9096).
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxsok.policies import AdmitByCount
+from jaxsok.policies import AdmitByCount, LeastRecentlyUsed
 
 from . import fill, records, workloads
 from .bench_scale import share_of_memory
@@ -31,6 +34,9 @@ EXPORT_BYTES = 10 << 30
 EXPORT_DIM = 128
 LINK_BYTES = 1 << 30
 UNSEEN = 100  # One key in this many is unseen.
+FULL_ROWS, FULL_DIM, FULL_KEYS = 1 << 24, 64, 1 << 18
+FULL_NEW = 20  # One key in this many is new.
+FULL_STEPS, QUICK_FULL_STEPS = 100, 10
 
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
@@ -47,6 +53,11 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_
         if recorder.has_time(label):
             with recorder.attempt(label):
                 _lookups(recorder, protocol, run.optimizer, batches, variant)
+    for grows in (False, True):
+        label = f"life: a full table, {WITH if grows else WITHOUT} grow"
+        if recorder.has_time(label):
+            with recorder.attempt(label):
+                _full_table(recorder, seed, scale, QUICK_FULL_STEPS if is_quick else FULL_STEPS, grows=grows)
     if recorder.has_time("life: export"):
         with recorder.attempt("life: export"):
             _export(recorder, scale)
@@ -88,6 +99,48 @@ def _with_unseen(ids: np.ndarray, num_rows: int) -> np.ndarray:
     changed = ids.copy()
     changed[:, ::UNSEEN] = ids[:, ::UNSEEN] % 1000 + num_rows
     return changed
+
+
+def _full_table(recorder: Recorder, seed: int, scale: float, num_steps: int, *, grows: bool) -> None:
+    num_rows, num_keys = max(4096, round(FULL_ROWS * scale)), max(64, round(FULL_KEYS * scale))
+    bound = {"max_capacity": num_rows, "eviction": LeastRecentlyUsed()}
+    table = OneTable(num_rows, FULL_DIM, "rowwise_adagrad", **bound)
+    table.fill(min(num_rows, 1 << 20))
+    rng, first_new, num_new = np.random.default_rng(seed), num_rows, num_keys // FULL_NEW
+    times = []
+    for _ in range(4):  # The first repetition compiles.
+        id_sets = []
+        for _ in range(num_steps):
+            ages = np.exp(rng.random(num_keys - num_new) * np.log(0.8 * num_rows)).astype(np.int64)
+            id_sets.append(np.concatenate([first_new + np.arange(num_new), first_new - ages]).astype(np.uint32))
+            first_new += num_new
+        inputs = table.inputs(records.STEP, [jax.device_put(ids) for ids in id_sets])
+        jax.block_until_ready(inputs)
+        begin, outputs = time.perf_counter(), None
+        for features, gradients in inputs:
+            if grows:
+                table.state = table.collection.grow(table.state, features)
+            table.state, outputs = table.programs[records.STEP].run(table.state, (features, gradients))
+        jax.block_until_ready((table.state, outputs))
+        times.append((time.perf_counter() - begin) * 1e3 / num_steps)
+    growth = table.collection.growth
+    if grows and not growth.num_evictions:
+        raise RuntimeError("life: a full table lost no row, though new keys came.")
+    notes = {"part": "life", "num_waits": growth.num_waits, "num_evictions": growth.num_evictions}
+    recorder.add(
+        Record(
+            "life",
+            records.FULL,
+            "jaxsok",
+            summary(times[1:], num_steps),
+            optimizer=table.optimizer,
+            distribution="1 in 20 new",
+            variant=f"{WITH} grow" if grows else WITHOUT,
+            num_keys=num_keys,
+            load=table.load,
+            notes=notes,
+        )
+    )
 
 
 def _export(recorder: Recorder, scale: float) -> None:
