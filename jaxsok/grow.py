@@ -112,8 +112,8 @@ class GrowthTracker:
     """Keys that one step sets the rows of: learned from traces; saved with checkpoints."""
     known: list[tuple[int, int] | None]
     """Rows last seen in the fullest shard, and `allowed` at that time."""
-    sightings: list[int]
-    """Entries of `sightings` last seen in the fullest shard, at the same time."""
+    sightings: list[tuple[int, int]]
+    """Entries of `sightings` last seen in the fullest shard, and `allowed` at that time; counts if `known` does."""
     coming: list[int]
     """Insertions that the steps since the last call can make."""
     num_counts: list[int]
@@ -124,6 +124,8 @@ class GrowthTracker:
     """For late decisions, oldest first: of those that may be used, only the last is kept."""
     taken: list[int]
     """Positions of the batches for which there is room: their rows are in the state, or in that of the next step."""
+    most: list[int]
+    """Positions of the largest batch so far for which there was to be room; saved with checkpoints."""
     num_taken: int = 0
     """Batches for which there is room: those of one call count as one."""
     signature: tuple[int, ...] | None = None
@@ -152,9 +154,12 @@ class GrowthTracker:
     def of(cls, specs: Sequence[StoreSpec], tables: Sequence[TableSpec], shards: Shards) -> "GrowthTracker":
         """Makes a tracker that knows nothing."""
         zeros = [[0] * len(specs) for _ in range(7)]
+        sightings = [(0, 0) for _ in specs]
         looks: list[list[_Look]] = [[] for _ in specs]
         known: list[tuple[int, int] | None] = [None] * len(specs)
-        return cls(specs, tables, shards, *zeros[:3], known, *zeros[3:6], collections.deque(), looks, zeros[6])
+        return cls(
+            specs, tables, shards, *zeros[:3], known, sightings, *zeros[3:5], collections.deque(), looks, *zeros[5:]
+        )
 
     def warn_once(self, about: str, message: str, stacklevel: int) -> None:
         """Warns if there was no warning about this before; `stacklevel` counts from the caller."""
@@ -214,8 +219,8 @@ class GrowthTracker:
 
     def sightings_bound(self, store: int) -> int | None:
         """Returns an upper bound of the entries of `sightings`; None: not known. Each key asked may take one."""
-        known = self.known[store]
-        return None if known is None else self.sightings[store] + self.allowed[store] - known[1]
+        num_seen, allowed = self.sightings[store]
+        return None if self.known[store] is None else num_seen + self.allowed[store] - allowed
 
     def late_bound(self, store: int) -> int | None:
         """Returns an upper bound of the rows in use by the last look that may be used; None: there is none."""
@@ -241,9 +246,16 @@ class GrowthTracker:
             for look in self.looks[store]
         ]
 
-    def restore_looks(self, store: int, saved: Sequence[tuple[int, int, int]], state: State) -> None:
-        """Restores what `looks_to_save` returned; `state` is the one that comes next."""
-        self.signature = capacities_of(state)
+    def restore_looks(
+        self, store: int, saved: Sequence[tuple[int, int, int]], num_rows: int, most: int, state: State
+    ) -> None:
+        """Restores what `looks_to_save` returned, and `most`; `state` is the one that comes next.
+
+        Looks that do not bound `num_rows`, the rows in use of the fullest shard, are of other rows.
+        """
+        self.signature, self.most[store] = capacities_of(state), max(self.most[store], most)
+        if any(rows + since < num_rows for _, rows, since in saved):
+            return
         self.looks[store] = [
             _Look(self.num_taken + batches, rows, self.taken[store] - since) for batches, rows, since in saved
         ]
@@ -252,7 +264,7 @@ class GrowthTracker:
         """Records a summary and the value of `allowed` that belongs to it."""
         for s, num_rows in enumerate(seen.num_rows):
             self.known[s] = (num_rows, allowed[s])
-            self.sightings[s] = seen.num_sightings[s]
+            self.sightings[s] = seen.num_sightings[s], allowed[s]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,16 +381,19 @@ def grow(
     positions = coming.positions
     capacities = [capacity // num_shards for capacity in signature]
     half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
-    late = [s for s in stores if untaken is not None and _decides_late(specs[s], untaken.positions[s])]
+    if untaken is not None:
+        tracker.most = [max(pair) for pair in zip(tracker.most, untaken.positions, strict=True)]
+    late = [s for s in stores if _decides_late(specs[s], tracker.most[s])]
     is_open = [
         spec.max_capacity is None
         or capacities[s] < spec.max_capacity
         or (spec.tables[0].eviction is not None and s not in late)
         for s, spec in enumerate(specs)
     ]
-    state, looking = _evict_late(
-        tracker, state, untaken or coming, late, clock, hand_over, is_ahead=is_ahead, is_missed=is_missed
-    )
+    decided = _Decided({}, [], is_blind=False)
+    if untaken is not None:
+        decided = _decide_late(tracker, state, untaken, late, is_missed=is_missed)
+    evicting, enlarge, crowded, larger = dict(decided.full), None, [], {}
 
     def is_short(s: int) -> bool:
         bound = tracker.bound(s)
@@ -430,16 +445,21 @@ def grow(
         crowded = [s for s in stores if is_crowded(s)]
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
         enlarge = _prepare_growth(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
-        evicting = (s for s in needs if specs[s].tables[0].eviction is not None and s not in late)
-        full = [s for s in evicting if needs[s].is_beyond(specs[s])]
-        if full and (state.ahead or is_ahead):
-            state = dataclasses.replace(state, drains=True)
-        elif full:
-            # Before anything changes: `hand_over` is the caller's, and may fail.
-            state = _evict(tracker, state, {s: needs[s] for s in full}, clock, hand_over)
+        counted = (s for s in needs if specs[s].tables[0].eviction is not None and s not in late)
+        evicting |= {s: needs[s] for s in counted if needs[s].is_beyond(specs[s])}
+    if decided.is_blind or (evicting and (state.ahead or is_ahead)):
+        state = dataclasses.replace(state, drains=True)
+    elif evicting:
+        # Before anything changes: `hand_over` is the caller's, and may fail.
+        for s in decided.full:
+            used = _count_on_device(tracker, state, untaken or coming, s)
+            evicting[s] = evicting[s] if used is None else dataclasses.replace(evicting[s], is_used=used[1])
+            tracker.known[s] = not_none(specs[s].max_capacity), tracker.allowed[s]  # a bound: more than will stay
+        state = _evict(tracker, state, evicting, clock, hand_over)
+    if enlarge is not None:
         state = enlarge(state)
         for s in crowded:
-            tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
+            tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards), tracker.allowed[s]
         tracker.num_grown += len(larger)
         tracker.signature = capacities_of(state)
     elif not (is_at_rest or tracker.under_way) and (
@@ -450,15 +470,15 @@ def grow(
             and (
                 2 * (not_none(tracker.bound(s)) + positions[s]) * is_open[s] > capacity + known[0]
                 or 2 * (not_none(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
-                > half_entries[s] + tracker.sightings[s]
+                > half_entries[s] + tracker.sightings[s][0]
             )
             for s, capacity in enumerate(capacities)
         )
     ):
         tracker.under_way.append((_request(tracker, state), list(tracker.allowed)))
     if untaken is not None and not (is_ahead and state.drains):
-        summary = _request(tracker, state) if looking else None
-        for s in looking:
+        summary = _request(tracker, state) if decided.looking else None
+        for s in decided.looking:
             tracker.looks[s].append(_Look(tracker.num_taken + LATE_BATCHES, not_none(summary), tracker.taken[s]))
         tracker.num_taken += 1
         tracker.taken = [taken + more for taken, more in zip(tracker.taken, untaken.positions, strict=True)]
@@ -473,48 +493,14 @@ def _request(tracker: GrowthTracker, state: State) -> _Summary:
 
 
 def _decides_late(spec: StoreSpec, num_positions: int) -> bool:
-    """Returns whether a store evicts by the counters of earlier calls: if so, whatever its capacity is now."""
+    """Returns whether a store evicts by earlier counters, given its largest batch: whatever its capacity is now."""
     policy, limit = spec.tables[0].eviction, spec.max_capacity or 0
-    return policy is not None and policy.has_score and LATE_SHARE * _late_reserve(num_positions) <= limit
+    return policy is not None and policy.has_score and 0 < LATE_SHARE * _late_reserve(num_positions) <= limit
 
 
 def _late_reserve(num_positions: int) -> int:
     """Returns the rows that stay free for the batches since a look, and for this one."""
     return (LATE_BATCHES + 1) * num_positions
-
-
-def _evict_late(
-    tracker: GrowthTracker,
-    state: State,
-    coming: Coming,
-    late: Sequence[int],
-    clock: Any,
-    hand_over: evict_lib.HandOver | None,
-    *,
-    is_ahead: bool,
-    is_missed: bool,
-) -> tuple[State, list[int]]:
-    """Takes rows out of stores that decide late, if the positions may not fit; returns the stores that need a look."""
-    specs, positions, full, looking = tracker.specs, coming.positions, {}, []
-    for s in late:
-        bound = tracker.late_bound(s)
-        if bound is None:
-            tracker.num_waits += not _is_at_rest(state, tracker.shards)
-            tracker.set_look(s, _read(state, specs[s].num_shards, tracker.shards).num_rows[s])
-            bound = not_none(tracker.late_bound(s))
-        limit, reserve = not_none(specs[s].max_capacity), _late_reserve(positions[s])
-        if bound + positions[s] > limit:
-            full[s] = _Need(reserve, limit + reserve)
-        elif bound + reserve > limit:
-            looking.append(s)
-    # The rows between two batches of one step cannot be seen: without lookups ahead, they can.
-    if (full and (state.ahead or is_ahead)) or (looking and is_missed):
-        return dataclasses.replace(state, drains=True), []
-    for s in full:
-        used = _count_on_device(tracker, state, coming, s)
-        full[s] = full[s] if used is None else dataclasses.replace(full[s], is_used=used[1])
-        tracker.known[s] = not_none(specs[s].max_capacity), tracker.allowed[s]  # a bound: more rows than will stay
-    return _evict(tracker, state, full, clock, hand_over) if full else state, looking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -532,6 +518,39 @@ class _Need:
     def is_beyond(self, spec: StoreSpec) -> bool:
         """Returns whether the largest capacity is too small."""
         return spec.max_capacity is not None and self.num_rows > spec.max_capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decided:
+    """What the stores that decide late need for a batch."""
+
+    full: dict[int, "_Need"]
+    """Those that must lose rows."""
+    looking: list[int]
+    """Those of which later decisions need the rows in use now."""
+    is_blind: bool
+    """True if the rows that a decision or a look needs cannot be seen: those between two batches of one step."""
+
+
+def _decide_late(
+    tracker: GrowthTracker, state: State, coming: Coming, late: Sequence[int], *, is_missed: bool
+) -> _Decided:
+    """Decides for the stores in `late`; changes nothing but looks. See `grow` for `is_missed`."""
+    specs, full, looking = tracker.specs, {}, []
+    for s in late:
+        limit, reserve = not_none(specs[s].max_capacity), _late_reserve(coming.positions[s])
+        bound = tracker.late_bound(s)
+        if bound is None and is_missed:
+            return _Decided({}, [], is_blind=True)
+        if bound is None:
+            tracker.num_waits += not _is_at_rest(state, tracker.shards)
+            tracker.set_look(s, _read(state, specs[s].num_shards, tracker.shards).num_rows[s])
+            bound = not_none(tracker.late_bound(s))
+        if bound + coming.positions[s] > limit:
+            full[s] = _Need(reserve, limit + reserve)
+        elif bound + reserve > limit:
+            looking.append(s)
+    return _Decided(full, looking, is_blind=bool(looking) and is_missed)
 
 
 def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence[int]) -> dict[int, _Need]:

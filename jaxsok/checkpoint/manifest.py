@@ -307,6 +307,7 @@ _STORE = entries(
         "keys_per_step": _COUNT,
         "assigned_per_step": _COUNT,
         "looks": list_of(tuple_of(_COUNT, _COUNT, _COUNT)),
+        "most_positions": _COUNT,
     },
 )
 _BOTH = {

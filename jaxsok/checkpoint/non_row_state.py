@@ -23,7 +23,7 @@ from jaxsok.plan import owners_of
 from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, with_store
-from jaxsok.table_import import Held
+from jaxsok.table_import import Held, rows_in_use
 from jaxsok.types import COUNTERS
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -90,7 +90,9 @@ def restore_looks(source: Source, collection: Collection, state: State) -> None:
         for saved in source.manifest["stores"]:
             # On another number of shards, these counts are of other rows.
             if saved["tables"] == names and source.manifest["num_shards"] == spec.num_shards:
-                collection.growth.restore_looks(s, saved.get("looks", ()), state)
+                num_rows = int(rows_in_use(spec, state.stores[s], collection.shards).max())
+                most = saved.get("most_positions", 0)
+                collection.growth.restore_looks(s, saved.get("looks", ()), num_rows, most, state)
 
 
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:

@@ -222,6 +222,7 @@ class Saving:
             "keys_per_step": self.collection.growth.keys_per_step[s],
             "assigned_per_step": self.collection.growth.assigned_per_step[s],
             "looks": self.collection.growth.looks_to_save(s),
+            "most_positions": self.collection.growth.most[s],
             "globals": [manifest_lib.array_to_json(local(leaf)[0]) for leaf in store.globals_],
             "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
             "num_evicted": num_evicted,

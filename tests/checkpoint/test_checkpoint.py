@@ -786,6 +786,34 @@ def test_a_resumed_run_evicts_at_the_steps_of_one_that_went_on(num_shards, tmp_p
             assert programs.rows_of(resumed, state).keys() == keys[later]
 
 
+@pytest.mark.parametrize("placement", [jaxsok.specs.on(0), jaxsok.REPLICATED])
+def test_looks_at_the_rows_of_other_shards_do_not_count(placement, tmp_path):
+    """A full store that is placed otherwise after a restore has more rows in a shard than before; no key is refused."""
+
+    def made(placement):
+        lru = policies.LeastRecentlyUsed()
+        spec = {"capacity": 2400, "max_capacity": 2400, "eviction": lru, "placement": placement}
+        return programs.over(
+            2, [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), **spec)], [jaxsok.FeatureSpec("user", "user")]
+        )
+
+    def step(collection, state, number):
+        batch = collection.batch({"user": 40 * number + np.arange(40)})
+        state, stats = programs.learn(collection, collection.grow(state, batch), batch.features)
+        stats.check()
+        assert programs.total(stats, "num_refused") == 0
+        return state
+
+    saved, restored = made(jaxsok.SHARDED), made(placement)
+    state = saved.init(seed=0)
+    for number in range(66):
+        state = step(saved, state, number)
+    checkpoint.export_full(tmp_path / "saved", saved, state)
+    state = checkpoint.load(tmp_path / "saved", restored)
+    for number in range(66, 80):
+        state = step(restored, state, number)
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """Ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh (law 13).
 

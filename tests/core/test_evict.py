@@ -20,6 +20,7 @@ import jaxsok
 from jaxsok import evict, grow, policies
 from jaxsok.operations import specs_of
 from jaxsok.policies import LeastFrequentlyUsed, LeastRecentlyUsed, LowestScore, SmallNorm, TimeToLive
+from jaxsok.types import COUNTERS
 
 DIM = 4
 PADDING = jaxsok.PADDING_KEY
@@ -943,6 +944,45 @@ def test_a_larger_batch_of_a_large_full_store():
             stats.check()
             assert stats.to_dict()["item"]["num_refused"] == 0
             assert set(keys.tolist()) <= programs.rows_of(collection, state, "item").keys()
+    assert collection.growth.num_evictions >= 4
+
+
+def test_no_memory_for_another_table_leaves_a_full_store_as_it_is(monkeypatch):
+    """A late eviction comes after everything that may fail: no row has left, and the state can be used."""
+    collection, handed = late_collection(), []
+    state = collection.init(seed=0)
+    for step in range(48):
+        state = late_step(collection, state, step)
+    before = set(programs.rows_of(collection, state, "item"))
+    keys = {"item": late_keys(48), "user": 10**6 + np.arange(100)}
+    crowded = collection.batch({**keys, "user": jaxsok.Bags(10**6 + np.arange(5000), lengths=np.full(100, 50))})
+    monkeypatch.setattr(grow, "free_bytes", lambda: 10)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="user"):
+            collection.grow(state, crowded, hand_over=lambda *arguments: handed.append(arguments))
+        assert not handed and not state.stores[0].counters.is_deleted()
+    monkeypatch.undo()
+    assert set(programs.rows_of(collection, state, "item")) == before
+    state = collection.grow(state, crowded, hand_over=lambda *arguments: handed.append(arguments))
+    state, stats = programs.learn(collection, state, crowded.features)
+    stats.check()
+    assert handed and collection.growth.num_evictions == 1
+
+
+def test_waiting_keys_of_a_large_full_store_are_bounded(monkeypatch):
+    """An eviction tells nothing of the keys that wait: their bound goes on from the last time they were counted."""
+    monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
+    spec = {"capacity": 2400, "max_capacity": 2400, "eviction": LeastRecentlyUsed()}
+    collection = programs.one_table(**spec, admission=policies.AdmitByCount(2))
+    state = collection.init(seed=0)
+    for step in range(130):
+        new, once = 10**6 + 30 * step + np.arange(30), 10**9 + 40 * step + np.arange(40)
+        batch = collection.batch({"user": np.concatenate([new, new, once])})
+        state = collection.grow(state, batch)
+        bound = collection.growth.sightings_bound(0)
+        assert bound is None or bound >= int(state.stores[0].counters[COUNTERS.index("num_sightings")])
+        state, stats = programs.learn(collection, state, batch.features)
+        stats.check()
     assert collection.growth.num_evictions >= 4
 
 

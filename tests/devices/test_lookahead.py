@@ -308,6 +308,24 @@ def test_rows_leave_between_steps_of_micro_batches():
     programs.assert_same_state(want, got, index=False)
 
 
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}])
+def test_a_first_batch_that_is_larger(options):
+    """The first decision of a store does not count rows as seen that its batch has yet to insert."""
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.05), capacity=1200, max_capacity=1200, eviction=LRU)
+    sizes = [300, *[25] * 50]
+    starts = np.cumsum([0, *sizes])
+    raws = [{"user": start + np.arange(size)} for start, size in zip(starts[:-1], sizes, strict=True)]
+    plain, pipelined = (jaxsok.Collection([spec], FEATURES[:1]) for _ in range(2))
+    want, results = run_loop(plain, raws)
+    got, ahead = run_loop(pipelined, raws, **options)
+    for _, stats in (*results, *ahead):
+        assert programs.total(stats, "num_refused") == 0
+    if "lookahead" in options:
+        assert_same_results(results, ahead)
+        programs.assert_same_state(want, got, index=False)
+    assert plain.growth.num_evictions >= 3
+
+
 def test_a_large_store_evicts_between_the_same_steps_of_micro_batches():
     """Two batches of a step are decided about together, looked up ahead or not."""
     spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=64, max_capacity=800, eviction=LRU)
