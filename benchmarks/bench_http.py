@@ -59,7 +59,7 @@ RESTART_AFTER_S, QUICK_RESTART_AFTER_S = 2.0, 0.5
 MINUTES, QUICK_MINUTES = 0.5, 0.05
 """Minutes of load in which the growth of memory is measured, unless the command line gives another number."""
 ROUND_S = 30.0
-"""Seconds after which clients are started anew while memory is measured."""
+"""Seconds after which new clients are started while memory is measured."""
 SAMPLE_S = 0.1
 READY_S = 240.0
 """Seconds until a server answers, at most."""
@@ -182,7 +182,7 @@ class _Run:
         command = [sys.executable, "-m", "jaxsok", "serve", str(self.folder / "config.json"), "--port", str(port)]
         command += ["--watch", str(self.folder / "watched"), "--watch-interval-s", "0.1"]
         begin, log = time.monotonic(), self.folder / "server.log"
-        with log.open("wb") as out:  # a pipe that nobody reads would hold the server
+        with log.open("wb") as out:  # an unread pipe would hold up the server
             process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None and time.monotonic() - begin < READY_S:
             if (found := _ADDRESS.search(log.read_text())) is not None:

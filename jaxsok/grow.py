@@ -451,10 +451,7 @@ def grow(
         state = dataclasses.replace(state, drains=True)
     elif evicting:
         # Before anything changes: `hand_over` is the caller's, and may fail.
-        for s in decided.full:
-            used = _count_on_device(tracker, state, untaken or coming, s)
-            evicting[s] = evicting[s] if used is None else dataclasses.replace(evicting[s], is_used=used[1])
-            tracker.known[s] = not_none(specs[s].max_capacity), tracker.allowed[s]  # a bound: more than will stay
+        evicting |= _mark_used(tracker, state, untaken or coming, decided.full)
         state = _evict(tracker, state, evicting, clock, hand_over)
     if enlarge is not None:
         state = enlarge(state)
@@ -477,11 +474,7 @@ def grow(
     ):
         tracker.under_way.append((_request(tracker, state), list(tracker.allowed)))
     if untaken is not None and not (is_ahead and state.drains):
-        summary = _request(tracker, state) if decided.looking else None
-        for s in decided.looking:
-            tracker.looks[s].append(_Look(tracker.num_taken + LATE_BATCHES, not_none(summary), tracker.taken[s]))
-        tracker.num_taken += 1
-        tracker.taken = [taken + more for taken, more in zip(tracker.taken, untaken.positions, strict=True)]
+        _take(tracker, state, untaken, decided.looking)
     return state
 
 
@@ -490,6 +483,26 @@ def _request(tracker: GrowthTracker, state: State) -> _Summary:
     arriving = _summary(_words_of(state), tracker.shards)
     arriving.copy_to_host_async()
     return _Summary(arriving, len(tracker.specs), tracker.specs[0].num_shards)
+
+
+def _take(tracker: GrowthTracker, state: State, coming: Coming, looking: Sequence[int]) -> None:
+    """Notes that there is room for a batch; asks for the rows before it of the stores in `looking`."""
+    summary = _request(tracker, state) if looking else None
+    for s in looking:
+        tracker.looks[s].append(_Look(tracker.num_taken + LATE_BATCHES, not_none(summary), tracker.taken[s]))
+    tracker.num_taken += 1
+    tracker.taken = [taken + more for taken, more in zip(tracker.taken, coming.positions, strict=True)]
+
+
+def _mark_used(tracker: GrowthTracker, state: State, coming: Coming, full: dict[int, "_Need"]) -> dict[int, "_Need"]:
+    """Marks the rows that a batch asks for, in stores that must lose rows by a late decision; does not wait."""
+    marked = {}
+    for s, need in full.items():
+        used = _count_on_device(tracker, state, coming, s)
+        marked[s] = need if used is None else dataclasses.replace(need, is_used=used[1])
+        # A bound, since the rows in use are not known: more than will stay.
+        tracker.known[s] = not_none(tracker.specs[s].max_capacity), tracker.allowed[s]
+    return marked
 
 
 def _decides_late(spec: StoreSpec, num_positions: int) -> bool:
