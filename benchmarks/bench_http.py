@@ -120,7 +120,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What all measurements share."""
+    """The objects that all measurements share."""
 
     recorder: Recorder
     folder: pathlib.Path

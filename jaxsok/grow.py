@@ -453,6 +453,7 @@ def grow(
         # Before anything changes: `hand_over` is the caller's, and may fail.
         evicting |= _mark_used(tracker, state, untaken or coming, decided.full)
         state = _evict(tracker, state, evicting, clock, hand_over)
+    summary = None
     if enlarge is not None:
         state = enlarge(state)
         for s in crowded:
@@ -472,9 +473,12 @@ def grow(
             for s, capacity in enumerate(capacities)
         )
     ):
-        tracker.under_way.append((_request(tracker, state), list(tracker.allowed)))
+        summary = _request(tracker, state)
+        tracker.under_way.append((summary, list(tracker.allowed)))
     if untaken is not None and not (is_ahead and state.drains):
-        _take(tracker, state, untaken, decided.looking)
+        if decided.looking and summary is None:
+            summary = _request(tracker, state)
+        _take(tracker, untaken, decided.looking, summary)
     return state
 
 
@@ -485,9 +489,8 @@ def _request(tracker: GrowthTracker, state: State) -> _Summary:
     return _Summary(arriving, len(tracker.specs), tracker.specs[0].num_shards)
 
 
-def _take(tracker: GrowthTracker, state: State, coming: Coming, looking: Sequence[int]) -> None:
-    """Notes that there is room for a batch; asks for the rows before it of the stores in `looking`."""
-    summary = _request(tracker, state) if looking else None
+def _take(tracker: GrowthTracker, coming: Coming, looking: Sequence[int], summary: _Summary | None) -> None:
+    """Notes that there is room for a batch; `summary` tells the rows before it to the stores in `looking`."""
     for s in looking:
         tracker.looks[s].append(_Look(tracker.num_taken + LATE_BATCHES, not_none(summary), tracker.taken[s]))
     tracker.num_taken += 1
@@ -535,7 +538,7 @@ class _Need:
 
 @dataclasses.dataclass(frozen=True)
 class _Decided:
-    """What the stores that decide late need for a batch."""
+    """The needs of the stores that decide late, for one batch."""
 
     full: dict[int, "_Need"]
     """Those that must lose rows."""

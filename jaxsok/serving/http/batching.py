@@ -85,7 +85,7 @@ class Batcher(Generic[Payload, Result]):
         except asyncio.CancelledError:
             if job in self._waiting:
                 self._waiting.remove(job)
-                self._count_anew()
+                self._forget_count()
                 self._arrived.set()
             raise
 
@@ -99,7 +99,7 @@ class Batcher(Generic[Payload, Result]):
             if not job.answer.done():
                 job.answer.set_exception(ClosedError())
         self._waiting.clear()
-        self._count_anew()
+        self._forget_count()
         return not running
 
     async def _work(self) -> None:
@@ -118,7 +118,7 @@ class Batcher(Generic[Payload, Result]):
             num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
             if is_full or rest_s <= 0 or self._closed:
-                self._count_anew()
+                self._forget_count()
                 return [self._waiting.popleft() for _ in range(num_jobs)]
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -141,7 +141,7 @@ class Batcher(Generic[Payload, Result]):
             self._num_counted += 1
         return self._num_counted, any(totals[name] == limit for name, limit in limits.items())
 
-    def _count_anew(self) -> None:
+    def _forget_count(self) -> None:
         """Forgets the count, since some of those that were counted do not wait any more."""
         self._num_counted, self._totals = 0, dict.fromkeys(self._limits, 0)
 

@@ -78,7 +78,7 @@ class Served:
     ) -> None:
         self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
         self.names = tuple(versions.current.tables.tables)
-        self._max_keys = config.max_keys  # which is made anew each time
+        self._max_keys = config.max_keys  # each access of it computes all of them
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
         try:
