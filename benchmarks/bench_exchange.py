@@ -58,8 +58,8 @@ from .timing import Protocol, Step, Timing
 from .workloads import KeySet, Workload
 
 MORE_PARTS_OF = ("M1", "M1-64")
-"""The workloads that have a second wire dtype, a second front end and a model around them; the others would say the
-same again, at the price of compiling."""
+"""The workloads that have a second front end and a model around them; the others would say the same again, at the price
+of compiling."""
 
 BAGS = "bags "
 """Before the dtype of a wire that carries partial bags."""
@@ -119,9 +119,9 @@ def measure(
     """
     workload = workload.on_devices(num_devices, scaling)
     if workload.name not in MORE_PARTS_OF:
-        parts = [part for part in parts if part not in ("bfloat16", "dlrm", "pmap")]
-    if workload.hotness == 1:
-        parts = [part for part in parts if part != "bags"]
+        parts = [part for part in parts if part not in ("dlrm", "pmap")]
+    # Bags of several keys have both wire dtypes in "bags".
+    parts = [part for part in parts if part != ("bags" if workload.hotness == 1 else "bfloat16")]
     if num_devices == 1:  # Nothing is exchanged: one device's step is the base of the scaling.
         parts = [part for part in parts if part in ("single", "dlrm", "xla")]
     mesh = mesh_of(num_devices)
