@@ -16,6 +16,8 @@ in place of rows (`FeatureSpec(exchange="bags")`), where bags have several keys.
 Peer: the row-sharded table that a user of JAX writes today: one array [tables * rows, dim] split by its rows,
 `jnp.take` under `jit`, `.at[].add` of the row gradients (SGD), left to XLA's partitioner.
 
+The forward alone hands out the embeddings of each feature; a step keeps them in its program, as with a model.
+
 "Call ms" is the time until the call of a step returns, the devices being idle before it: what one thread needs to
 dispatch the step to all devices of the process (pipelined: the next plan too).
 
@@ -165,7 +167,7 @@ class Packed:
     def __init__(self, collection: jaxsok.Collection):
         """Shares all attributes of the collection."""
         self.stores, self.shards, self.growth = collection.stores, collection.shards, collection.growth
-        self.plan = collection.plan
+        self.plan, self.plan_with_loads = collection.plan, collection.plan_with_loads
         self.packer = self
 
     def begin(self, raw: Batch, pad_to: int | None) -> Packing:
@@ -571,7 +573,7 @@ def _step(collection, state, features):
     # The gradient of half the sum of squares: as in a model, it exists only after the lookup. With a given gradient
     # nothing orders the gather of a planned step before its update, so XLA copies all rows to be safe.
     state, stats = collection.update(state, plan, embeddings)
-    return state, (embeddings, stats)
+    return state, ((), stats)  # embeddings stay in the program, as in a step with a model
 
 
 def _waited_on_cpu(arrays: Any) -> Any:

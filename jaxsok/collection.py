@@ -41,7 +41,7 @@ from jaxsok.kernels import library
 from jaxsok.keys import to_words
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
-from jaxsok.plan import Plan
+from jaxsok.plan import Loads, Plan
 from jaxsok.printed import join_items
 from jaxsok.records import Records
 from jaxsok.shards import Shards
@@ -242,12 +242,21 @@ class Collection:
         Example:
           `embeddings, state, plan = collection.lookup(state, collection.plan(batch.features))`
         """
+        return self._steps.call("plan", *self._checked_for_plan(features, send_capacity))
+
+    @annotations.annotate("jaxsok.plan")
+    def plan_with_loads(self, features: Features, send_capacity: Sequence[int]) -> tuple[Plan, Loads]:
+        """Does `plan` on a mesh for a pipeline: also gives `plan.asked[s].load` by store, to be read by the host."""
+        return self._steps.plan_with_loads(*self._checked_for_plan(features, send_capacity))
+
+    def _checked_for_plan(self, features: Features, send_capacity: Any) -> tuple[Features, Any]:
+        """Returns the checked arguments of `plan`, with capacities that can be hashed."""
         check_features("plan", self, features)
         if send_capacity is not None:
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
         (features,) = guards.refuse_transforms("plan", features=features)
-        return self._steps.call("plan", features, send_capacity)
+        return features, send_capacity
 
     def pipeline(
         self,

@@ -22,11 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxsok.annotations import annotate
+from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
 from jaxsok.pack import Packer, Packing, PadTo
-from jaxsok.plan import Plan
+from jaxsok.plan import Loads, Plan
 from jaxsok.settings import current_settings, in_settings
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
@@ -47,6 +48,10 @@ class Planner(Protocol):
 
     def plan(self, features: Features, *, send_capacity: Any = None) -> Plan:
         """Makes keys distinct and sends them to their owners."""
+        ...
+
+    def plan_with_loads(self, features: Features, send_capacity: Any) -> tuple[Plan, Loads]:
+        """Does `plan` on a mesh, and gives the loads for the host."""
         ...
 
 
@@ -84,7 +89,7 @@ class Pipeline:
         self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
         # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
         # After a loop that breaks off a second one goes on with them.
-        self._under_way: deque[tuple[Batch, Plan]] = deque()
+        self._under_way: deque[tuple[Batch, Plan, Loads]] = deque()
         self._ready: deque[tuple[Batch, Plan]] = deque()
         self._states: deque[Any] = deque()
         self._num_handed_out = 0
@@ -137,9 +142,9 @@ class Pipeline:
                 under_way.extend(self._dispatch_next(is_planned))
             if not under_way:
                 return
-            batch, plan = under_way.popleft()
+            batch, plan, loads = under_way.popleft()
             # Before the next batch is planned, since this one's counts choose its capacities.
-            self._ready.append((batch, self._check(batch, plan) if is_planned else plan))
+            self._ready.append((batch, self._check(batch, plan, loads) if is_planned else plan))
             while len(under_way) < num_under_way and (following := self._dispatch_next(is_planned)):
                 under_way.extend(following)
 
@@ -188,7 +193,7 @@ class Pipeline:
         rest = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in rest}
         return packing._replace(batch=dataclasses.replace(packing.batch, rest=rest)), state
 
-    def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan]]:
+    def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan, Loads]]:
         """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
         self._pack(1)
         if not self._packed:
@@ -202,26 +207,22 @@ class Pipeline:
         batch = self._collection.packer.finish(packing)
         self._collection.growth.record_features([batch.features])
         if not is_planned:
-            return [(batch, Plan(batch.features))]
+            return [(batch, Plan(batch.features), ())]
         sizes = [
             default_send_capacity(spec, part) if size is None else size
             for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)
         ]
-        plan = self._collection.plan(batch.features, send_capacity=sizes)
-        for asked in plan.asked or ():
-            if asked is not None:
-                asked.load.addressable_data(0).copy_to_host_async()  # all parts are equal
-        return [(batch, plan)]
+        return [(batch, *self._collection.plan_with_loads(batch.features, sizes))]
 
     @annotate("jaxsok.pipeline")
-    def _check(self, batch: Batch, plan: Plan) -> Plan:
+    def _check(self, batch: Batch, plan: Plan, loads: Loads) -> Plan:
         """Returns a plan whose capacities suffice, and chooses the capacities of the next one."""
         sizes, is_short, is_first, is_too_skewed = [], False, False, False
-        for s, asked in enumerate(plan.asked or ()):
-            if asked is None:
+        for s, (asked, load) in enumerate(zip(not_none(plan.asked), loads, strict=True)):
+            if asked is None or load is None:
                 sizes.append(1)
                 continue
-            most_sent, most_received = np.asarray(asked.load.addressable_data(0))[0].tolist()
+            most_sent, most_received = np.asarray(load.addressable_data(0))[0].tolist()  # all parts are equal
             if not self._collection.stores[s].sends_bags:  # uses repeat keys; `batch` has counted them
                 self._collection.growth.record_batch(s, most_received)
             is_first = is_first or self._next[s] is None

@@ -7,6 +7,7 @@ ordered by owner, are its requests to the others (exchange.py). A plan is never 
 
 import dataclasses
 import zlib
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,10 @@ class Uses:
     digest: Digest
     num_rounds: Int32[Array, "1"]
     send_capacity: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+Loads: TypeAlias = tuple[Int32[Array, "num_shards 2"] | None, ...]
+"""`Requests.load` by store; None where a store has no features."""
 
 
 @jax.tree_util.register_dataclass

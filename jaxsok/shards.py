@@ -229,6 +229,12 @@ class MeshShards(Shards):
     def replicate(self, tree: Any) -> Any:
         return jax.device_put(tree, self.same)
 
+    def to_host(self, tree: Any) -> Any:
+        """Moves split arrays of a program to pinned host memory, where the host reads them; on CPUs they stay."""
+        if self.mesh.devices.flat[0].platform == "cpu":
+            return tree
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, self.place(leaf.ndim).with_memory_kind(HOST_KIND)), tree)
+
     def make(
         self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
     ) -> Any:

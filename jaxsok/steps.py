@@ -24,8 +24,8 @@ from jaxsok.gradients import Gradients, Used
 from jaxsok.kernels.tickets import Ticket
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import specs_of
-from jaxsok.plan import Found, InFlight, Plan
-from jaxsok.shards import Shards
+from jaxsok.plan import Found, InFlight, Loads, Plan
+from jaxsok.shards import MeshShards, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.stats import Stats
 from jaxsok.store import State
@@ -258,8 +258,14 @@ class Steps:
         if name == "plan":
             features, send_capacities = args
             # The features do not pass through the program: its results would be copies.
-            return dataclasses.replace(_plan_on_shards(self, features, send_capacities), features=features)
+            plan, _ = _plan_on_shards(self, features, send_capacities, False)
+            return dataclasses.replace(plan, features=features)
         return _run_on_shards(self, name, *args)
+
+    def plan_with_loads(self, features: Features, send_capacities: tuple[int, ...]) -> tuple[Plan, Loads]:
+        """Plans on a mesh; also returns the load of each store that has features, where the host reads it cheaply."""
+        plan, loads = _plan_on_shards(self, features, send_capacities, True)
+        return dataclasses.replace(plan, features=features), loads
 
 
 def _step_after(state: State, num_updates: int) -> UInt32[Array, ""]:
@@ -295,15 +301,24 @@ def _run_on_shards(steps: Steps, name: str, state: State, *args: Any) -> Any:
     return steps.shards.run(getattr(steps, name), (state, *args), (of_state, *in_specs), out_specs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _plan_on_shards(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-    """Returns a plan without its features."""
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _plan_on_shards(
+    steps: Steps, features: Features, send_capacities: tuple[int, ...] | None, with_loads: bool
+) -> tuple[Plan, Loads]:
+    """Returns a plan without its features, and its loads if asked; on GPUs they lie in pinned memory of the host.
+
+    A copy that the host asks for costs the thread that dispatches 0.2 ms (docs/results/many_gpus.md).
+    """
     split = steps.shards.spec
 
     def plan_part(part: Features) -> Plan:
         return dataclasses.replace(steps.plan(part, send_capacities), features=_NO_FEATURES)
 
-    return steps.shards.run(plan_part, (features,), (split,), split)
+    plan = steps.shards.run(plan_part, (features,), (split,), split)
+    if not with_loads:
+        return plan, ()
+    assert isinstance(steps.shards, MeshShards)
+    return plan, steps.shards.to_host(tuple(asked and asked.load for asked in not_none(plan.asked)))
 
 
 _NO_FEATURES = Features((), "")

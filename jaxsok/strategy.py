@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import annotations, lookup, norms, partial_bags, update
 from jaxsok import exchange as exchange_lib
@@ -156,7 +156,7 @@ class Exchanged(Strategy):
         return "dense" if self.exchange.windows is None else "window"
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
-        owners = self._meet(jnp.asarray(plan_lib.default_owners(self.shards.num_shards)))
+        owners = self._after_meeting(jnp.asarray(plan_lib.default_owners(self.shards.num_shards)))
         sizes = send_capacities or (None,) * len(specs)
         asked = [
             self._ask(spec, part, owners, size) if part.layouts else None
@@ -164,14 +164,21 @@ class Exchanged(Strategy):
         ]
         return Plan(features, asked=tuple(asked))
 
-    def _meet(self, words: Array) -> Array:
-        """Lets the threads of all devices meet before a program exchanges through windows; returns the words."""
-        return words if self.exchange.windows is None else self.exchange.windows.meet(words)
+    def _after_meeting(self, words: UInt32[Array, " _"]) -> UInt32[Array, " _"]:
+        """Returns the words, which are known once the threads of all devices have met, if there are windows.
+
+        Calls that exchange wait for the meeting by themselves. What reads these words does so too, and so the rest of a
+        program is one CUDA graph.
+        """
+        if self.exchange.windows is None:
+            return words
+        met = self.exchange.windows.meeting(words)
+        return jnp.minimum(words, jnp.maximum(met, jnp.uint32(0xFFFFFFFF)))
 
     def _owner(
         self, spec: StoreSpec, state: State, step: Clock | None = None, clock: Clock | None = None
     ) -> lookup.Owner:
-        return lookup.Owner(self.exchange, spec, self._meet(state.seed), step, clock)
+        return lookup.Owner(self.exchange, spec, self._after_meeting(state.seed), step, clock)
 
     def _ask(
         self, spec: StoreSpec, features: StoreFeatures, owners: Array, send_capacity: int | None = None
@@ -185,7 +192,7 @@ class Exchanged(Strategy):
     ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
         store, features = state.stores[s], plan.features.stores[s]
         if plan.asked is None:
-            asked = self._ask(spec, features, self._meet(state.partition_owners))
+            asked = self._ask(spec, features, self._after_meeting(state.partition_owners))
         else:
             asked = not_none(plan.asked[s])
         if isinstance(asked, Uses) != spec.sends_bags:
@@ -233,7 +240,6 @@ class Exchanged(Strategy):
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
     ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
         form = partial_bags if spec.sends_bags else update
-        inputs = dataclasses.replace(inputs, seed=self._meet(inputs.seed))
         return form.update_exchanged(self.exchange, spec, state.stores[s], s, used, inputs)
 
     def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, UInt32
 
 from jaxsok import processes
 from jaxsok.kernels import window as kernels
@@ -73,12 +73,9 @@ class Windows:
             growth.settle(is_mapped=is_mapped)
             processes.gather(_TOPIC, "")
 
-    def meet(self, words: Array) -> Array:
-        """Returns `words` once the threads of this process's devices all run the program.
-
-        Pass what every call that exchanges depends on, so that it comes first. Calls with the same words are one.
-        """
-        return kernels.meet(self.number, words)
+    def meeting(self, like: Array) -> UInt32[Array, "1"]:
+        """Returns an array without content once the threads of this process's devices all run the program."""
+        return kernels.after_meeting(self.number, like)["met"]
 
     def exchange(self, lines: Array) -> Array:
         """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis."""

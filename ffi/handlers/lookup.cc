@@ -89,6 +89,7 @@ ffi::Error LookupWindow(Call& call) {
   const auto is_find = call.Attribute<int32_t>("is_find");
   const BatchView batch = ReadLookedUp(call);
   const Array slots = call.Operand("slots", ffi::U32, {batch.num_keys});
+  ReadMeeting(call);
   const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0  ? kRowDtypeBfloat16
                          : call.Attribute<int32_t>("is_float32") != 0 ? kRowDtypeFloat32
                                                                       : store.view.row_dtype;
@@ -126,6 +127,7 @@ ffi::Error LookupBagsWindow(Call& call) {
   const BatchView batch = ReadLookedUp(call);
   const int64_t num_lines = batch.num_keys;
   const Array slots = call.Operand("slots", ffi::U32, {num_lines});
+  ReadMeeting(call);
   int32_t* counts = CountsOf(call, store);
   RowArrays arrays(call, "embeddings");
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);

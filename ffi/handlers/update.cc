@@ -80,6 +80,7 @@ ffi::Error UpdateWindow(Call& call) {
     bag_gradients.push_back(static_cast<const float*>(arrays.Add(call.Operand("bag_gradients"))));
   }
   call.Require(arrays.dtype() == kRowDtypeFloat32, "bag_gradients", "wanted float32");
+  ReadMeeting(call);
   const int64_t num_lines = step.batch.num_keys;
   const int32_t dim = step.store.view.dim;
   const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
@@ -122,6 +123,7 @@ ffi::Error UpdateBagsWindow(Call& call) {
   call.CheckShape("lines", lines.dims(), {-1, dim});
   const bool is_float32 = lines.dtype() == ffi::F32;
   call.Require(is_float32 || lines.dtype() == ffi::BF16, "lines", "wanted float32 or bfloat16");
+  ReadMeeting(call);
   const int64_t num_lines = num_shards * lines.size(0);
   const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
   const Array num_stale = call.Result("num_stale", ffi::S32, {});

@@ -10,6 +10,7 @@ namespace {
 ffi::Error Exchange(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   const Array lines = call.Operand("lines");
+  ReadMeeting(call);
   const Array received = call.Result("received");
   call.Require(received.num_bytes() == lines.num_bytes(), "received", "got ", received.num_bytes(), " bytes, wanted ",
                lines.num_bytes());
@@ -25,17 +26,19 @@ ffi::Error Exchange(Call& call) {
 ffi::Error Sum(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   const Array words = call.Operand("words", ffi::S32, {-1});
+  ReadMeeting(call);
   const Array sums = call.Result("sums", ffi::S32, {words.size(0)});
   return call.Launch([&](Stream stream) {
     return LaunchWindowSum(stream, window, call.device(), words.as<int32_t>(), words.size(0), sums.as<int32_t>());
   });
 }
 
-/// Waits on the host until the threads of all devices run this program. What the calls that exchange read passes
-/// through it, so that they come after it.
+/// Waits on the host until the threads of all devices run this program. Its result has no content: the calls that
+/// exchange take it, so that they come after it.
 ffi::Error Meet(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
-  call.InPlace("words");
+  call.Operand("nothing", ffi::U32, {1});
+  call.Result("met", ffi::U32, {1});
   return call.Launch([&](Stream) { return MeetThreads(window, call.device()); });
 }
 

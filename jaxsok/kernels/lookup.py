@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import Slab, Store, StoreArrays, call, call_on, call_on_store, result, workspace
 from jaxsok.kernels.table import ADMITTING, Admission, Tables, admission_operands
+from jaxsok.kernels.window import after_meeting
 from jaxsok.types import COUNTS, ByTable, Clock, Counters, Digest, Keys, RowIds, Seed, TableCounts
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
@@ -145,7 +146,9 @@ def lookup_window(
     out = call_on(
         "jaxsok_lookup_window",
         {"counters": store.counters, "rows": store.rows},
-        reading.operands(requests=requests, row_ids=row_ids) | {"slots": slots.view(np.uint32)},
+        reading.operands(requests=requests, row_ids=row_ids)
+        | {"slots": slots.view(np.uint32)}
+        | after_meeting(window, slots),
         {"num_absent": result(requests, (reading.tables.shape[0],), "int32")} | reading.results(),
         in_place=("counters",),
         window=window,
@@ -176,7 +179,9 @@ def lookup_bags_window(
     out = call_on(
         "jaxsok_lookup_bags_window",
         {"counters": store.counters, "rows": store.rows},
-        reading.operands(owned=owned, row_ids=row_ids, table_ids=table_ids) | {"slots": slots},
+        reading.operands(owned=owned, row_ids=row_ids, table_ids=table_ids)
+        | {"slots": slots}
+        | after_meeting(window, slots),
         reading.results(),
         in_place=("counters",),
         window=window,

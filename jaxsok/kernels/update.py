@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from jaxsok.kernels.call import Store, call_on_store, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.kernels.table import Tables
+from jaxsok.kernels.window import after_meeting
 from jaxsok.types import ByTable, Clock, Inverse, RowIds, Seed
 
 
@@ -120,7 +121,9 @@ def update_window(
     store, out = call_on_store(
         "jaxsok_update_window",
         store,
-        step.operands() | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients},
+        step.operands()
+        | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients}
+        | after_meeting(window, slots),
         step.results()
         | {
             "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
@@ -145,7 +148,7 @@ def update_bags_window(
     store, out = call_on_store(
         "jaxsok_update_bags_window",
         store,
-        step.operands() | {"lines": lines},
+        step.operands() | {"lines": lines} | after_meeting(window, lines),
         step.results() | {"widened": result(lines, (num_widened, dim), "float32"), "workspace": size},
         **_STEPPED,
         **step.attributes(),

@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.kernels.call import call, result
@@ -67,18 +67,24 @@ def _check(what: str, error: bytes | None) -> None:
         raise RuntimeError(f"window: {what}: {error.decode()}; pass ExchangeSpec(wire='dense') to do without windows.")
 
 
-def meet(number: int, words: Array) -> Array:
-    """Returns `words` once the threads of all devices of the process run this program. See `MeetThreads`."""
-    return call("jaxsok_window_meet", {"words": words}, {}, in_place=("words",), window=number)["words"]
+def after_meeting(number: int, like: Array) -> dict[str, UInt32[Array, "1"]]:
+    """Returns the last operand of a call that exchanges: the threads of all devices meet before that call.
+
+    See `MeetThreads`. The array has no content. All meetings have the same operand, so a program has only one.
+    """
+    met = {"met": result(like, (1,), "uint32")}
+    return call("jaxsok_window_meet", {"nothing": np.zeros(1, np.uint32)}, met, window=number)
 
 
 def exchange(number: int, lines: Array) -> Array:
     """Sends equal parts of `lines` to the shards, and receives theirs. See `LaunchWindowExchange`."""
     received = result(lines, lines.shape, lines.dtype)
-    return call("jaxsok_window_exchange", {"lines": lines}, {"received": received}, window=number)["received"]
+    operands = {"lines": lines} | after_meeting(number, lines)
+    return call("jaxsok_window_exchange", operands, {"received": received}, window=number)["received"]
 
 
 def sum_words(number: int, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
     """Adds the words of all shards. See `LaunchWindowSum`; the result is typed as the same everywhere, as `same` is."""
     sums = result(same, words.shape, "int32")
-    return call("jaxsok_window_sum", {"words": words}, {"sums": sums}, window=number)["sums"]
+    operands = {"words": words} | after_meeting(number, words)
+    return call("jaxsok_window_sum", operands, {"sums": sums}, window=number)["sums"]
