@@ -12,22 +12,26 @@ Last result: none on a GPU yet.
 
 "To the device" leaves the rows there, for a model: the rows of the distinct keys as tables of their own, and one lookup
 of the keys in these. "To the host" gives NumPy arrays. Keys begin on the host in both. Time is that of a caller who
-waits for each lookup; keys/s also with several threads, each of which waits for its own. Peers: `jnp.take` on an array
+waits for each lookup; keys/s also with several threads, each of which waits for its own. "That reads host memory": no
+cache, but frozen tables with a tenth of the rows on the device, and a kernel that reads the others over the link
+(`device_share`); the hits are keys of the former. Peers: `jnp.take` on an array
 that has all rows on the device, given row numbers; FBGEMM's UVM cache (`fbgemm_cache.py`) on the same ids.
 """
 
 import concurrent.futures
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsok import Records
 from jaxsok.serving.backing import HostRows
 from jaxsok.serving.cache import DeviceCache
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.serving.row_map import RowMap, host_device
 
@@ -100,6 +104,14 @@ def measure(
                 for to_host in (False, True):
                     run.cached(hit_rate, to_host)
                 recorder.write()
+    with recorder.attempt("cache: rows that the device reads in host memory"):
+        tables = freeze(rows)
+        for run in runs:
+            for hit_rate in CACHE_HIT_RATES[:: 2 if is_quick else 1]:
+                for to_host in (False, True):
+                    run.from_host(tables, hit_rate, to_host)
+            recorder.write()
+        del tables
     for run in runs:
         with recorder.attempt(f"cache {run.num_keys} keys, without a cache"):
             run.fetch()
@@ -117,6 +129,25 @@ def fill(num_rows: int) -> tuple[HostRows, np.ndarray]:
         rows = limits.varied_floats((num_rows, CACHE_DIM))
     tables = FrozenTables((FrozenStore(index, counters, rows),), spec)
     return HostRows(tables, (row_map,)), np.asarray(rows)
+
+
+def freeze(rows: np.ndarray) -> FrozenTables:
+    """Freezes the rows of `fill` with a share of them on the device: the first, since no uses are known."""
+    firsts = range(0, len(rows), _FILL_ROWS)
+    chunks = _Chunks(rows, [slice(first, min(len(rows), first + _FILL_ROWS)) for first in firsts])
+    table = FrozenTable(TABLE, CACHE_DIM)
+    return freeze_records([(table, SizedRecords(len(rows), chunks))], device_share=CACHE_SHARE)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+    """Records of rows, in pieces."""
+
+    rows: np.ndarray
+    pieces: list[slice]
+
+    def __iter__(self) -> Iterator[Records]:
+        return (Records(keys_of(np.arange(piece.start, piece.stop)), self.rows[piece]) for piece in self.pieces)
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
@@ -187,6 +218,30 @@ class _Run:
         notes = {"hit_rate": seen, "threads_keys_per_s": keys_per_s, "link_ms": link_ms}
         self._add("jaxsok", ms, hit_rate, to_host, limit_ms, **notes)
 
+    def from_host(self, tables: FrozenTables, hit_rate: float, to_host: bool) -> None:
+        """Measures lookups in tables some of whose rows lie in host memory."""
+        num_on_device = tables.stores[0].rows.shape[0]
+        ms, num_hits, begin = [], 0, time.perf_counter()
+        wait = np.asarray if to_host else jax.block_until_ready
+        for number in range(5 + (QUICK_LOOKUPS if self.is_quick else LOOKUPS)):
+            ids = self.ids.take(self.num_keys, hit_rate)
+            words = keys_of(ids).view(np.uint32).reshape(-1, 2)
+            start = time.perf_counter()
+            got = wait(_look_up(tables, words))
+            took = (time.perf_counter() - start) * 1e3
+            if number == 0 and not np.array_equal(np.asarray(got), self.filled.rows[ids]):
+                raise RuntimeError("bench_cache: a lookup gave other rows than those of its keys.")
+            if number >= 5:
+                ms.append(took)
+                num_hits += int((ids < num_on_device).sum())
+            if time.perf_counter() - begin > LATENCY_S and len(ms) >= 5:
+                break
+        num_hits //= len(ms)
+        limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, to_host)
+        link_ms = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES / self.filled.to_device_gb_s * 1e-6
+        notes = {"hit_rate": num_hits / self.num_keys, "link_ms": link_ms}
+        self._add("jaxsok", ms, hit_rate, to_host, limit_ms, what=records.FROM_HOST, **notes)
+
     def _by_threads(self, hit_rate: float, to_host: bool) -> float:
         """Returns the keys per second of several threads, each with keys of its own that were drawn before."""
         num_lookups = min(MOST_LOOKUPS, (QUICK_THREAD_KEYS if self.is_quick else THREAD_KEYS) // self.num_keys)
@@ -208,14 +263,21 @@ class _Run:
             return count * self.num_keys / (time.perf_counter() - begin)
 
     def _add(
-        self, subject: str, ms: list[float], wanted: float | None, to_host: bool, limit_ms: float | None, **notes: Any
+        self,
+        subject: str,
+        ms: list[float],
+        wanted: float | None,
+        to_host: bool,
+        limit_ms: float | None,
+        what: str = records.CACHED,
+        **notes: Any,
     ) -> None:
         place = "the host" if to_host else "the device"
         of = "no cache" if wanted is None else f"{wanted:.0%} in the cache"
         self.recorder.add(
             Record(
                 "cache",
-                records.FETCH if subject == "plain" else records.CACHED,
+                records.FETCH if subject == "plain" else what,
                 subject,
                 summary(ms, 1),
                 variant=f"{self.num_keys} keys to {place}, {of}",

@@ -635,7 +635,9 @@ def cache_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             NOTHING if record.limit_ms is None else f"{record.limit_ms:.4g}",
             _share_of_limit(record),
         )
-        for record in sorted((one for one in records if one.what in (names.CACHED, names.FETCH)), key=order)
+        for record in sorted(
+            (one for one in records if one.what in (names.CACHED, names.FROM_HOST, names.FETCH)), key=order
+        )
     ]
 
 

@@ -4,6 +4,7 @@ They are made outside of programs, as the arrays of a slab on the device are. Fo
 library's own (ffi/kernels/host_memory.h), of JAX's memory kind `pinned_host`; on a CPU they are ordinary arrays.
 """
 
+import ctypes
 import dataclasses
 import resource
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxsok.host_limits import limits
@@ -54,6 +56,19 @@ def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
     if not shards.is_mesh:
         return mark_host_memory(*parts)
     return jax.make_array_from_single_device_arrays(shape, records.sharding.with_memory_kind(HOST_KIND), parts)
+
+
+def new_host_rows(device: Any, num_rows: int, width: int) -> Array:
+    """Makes zeros, uint8[num_rows, width], in host memory that a device reads and writes; MemoryError: no room."""
+    if device.platform == "cpu":
+        return jax.device_put(_zeros(num_rows, width), device)
+    return mark_host_memory(_allocate_pinned(device, (num_rows, width)))
+
+
+def bytes_of(slab: Array) -> np.ndarray:
+    """Gives the bytes of an array of `new_host_rows` where they lie, once what writes them is done; copies nothing."""
+    pointer = ctypes.cast(jax.block_until_ready(slab).unsafe_buffer_pointer(), ctypes.POINTER(ctypes.c_uint8))
+    return np.ctypeslib.as_array(pointer, slab.shape)
 
 
 def _zeros(num_rows: int, width: int) -> Array:

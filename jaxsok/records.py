@@ -76,3 +76,25 @@ def regroup(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], An
             held = [whole.take(slice(num_rows, None))]
     if any(part.num_rows for part in held):
         yield join(held)
+
+
+def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
+    """Selects the rows of highest frequency, the first among equal rows; without frequencies, the first rows."""
+    parts, num_kept, are_known = [], 0, True
+    for records in chunks:
+        parts.append(records)
+        num_kept += records.num_rows
+        are_known = are_known and records.frequency is not None
+        if not are_known and num_kept >= num_rows:
+            break
+        if are_known and num_kept > 2 * num_rows:
+            parts = [_top(parts, num_rows)]
+            num_kept = num_rows
+    return _top(parts, num_rows) if parts else Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))
+
+
+def _top(parts: Sequence[Records], num_rows: int) -> Records:
+    whole = join_records(parts)
+    if whole.frequency is None:
+        return whole.take(slice(num_rows))
+    return whole.take(np.argsort(-whole.frequency.astype(np.int64), kind="stable")[:num_rows])

@@ -67,6 +67,13 @@ class Call {
     return T{};
   }
 
+  /// Returns an attribute that files of older programs lack.
+  template <typename T>
+  T AttributeOr(const char* name, T otherwise) {
+    auto value = attributes_.get<T>(name);
+    return value.has_value() ? *value : otherwise;
+  }
+
   /// Returns the next operand, of any dtype.
   Array Operand(const char* name) {
     if (failed()) return {};

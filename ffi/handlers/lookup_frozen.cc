@@ -7,25 +7,34 @@
 namespace jaxsok {
 namespace {
 
-/// Reads the rows of a frozen store: one slab of any row dtype, with a scale each if they are quantized.
-void ReadFrozenRows(Call& call, StoreView& store) {
+/// Reads the rows of a frozen store: a slab of any row dtype, perhaps one of bytes in host memory with the rows beyond
+/// it, and a scale for each row if they are quantized.
+void ReadFrozenRows(Call& call, bool has_host_rows, StoreView& store) {
   const Array rows = call.Operand("rows");
   call.CheckShape("rows", rows.dims(), {-1, -1});
-  const int64_t capacity = rows.size(0);
+  int64_t capacity = rows.size(0);
+  store.rows.data[0] = rows.as<void>();
+  store.starts.num_slabs = 1;
+  if (has_host_rows) {
+    const int64_t row_bytes = rows.size(1) * static_cast<int64_t>(ffi::ByteWidth(rows.dtype()));
+    const Array more = call.Operand("host_rows", ffi::U8, {-1, row_bytes});
+    store.rows.data[1] = more.as<void>();
+    store.starts.start[1] = static_cast<uint32_t>(capacity);
+    store.starts.num_slabs = 2;
+    capacity += more.size(0);
+  }
   call.Require(capacity < (int64_t{1} << 31), "rows", "got ", capacity, " rows, wanted fewer than 2^31");
   const bool is_quantized = rows.dtype() == ffi::S8 || rows.dtype() == ffi::F8E4M3FN;
   const std::optional<RowDtype> dtype = RowDtypeOf(rows.dtype());
   call.Require(is_quantized || dtype.has_value(), "rows", "wanted float32, bfloat16, float16, int8 or float8_e4m3fn");
   store.row_dtype = rows.dtype() == ffi::S8 ? kQuantizedInt8 : dtype.value_or(kQuantizedFloat8E4m3);
-  store.rows.data[0] = rows.as<void>();
-  store.starts.num_slabs = 1;
   store.capacity = static_cast<uint32_t>(capacity);
   store.dim = static_cast<int32_t>(rows.size(1));
   if (is_quantized) store.scales = call.Operand("scales", ffi::F32, {capacity}).as<float>();
 }
 
 /// Reads one store and its batch. ReadResults fills `lookup.embeddings` and `lookup.num_bags`.
-void ReadFrozen(Call& call, const Array& seed, int32_t kinds, FrozenLookup& lookup) {
+void ReadFrozen(Call& call, const Array& seed, int32_t kinds, bool has_host_rows, FrozenLookup& lookup) {
   StoreView& store = lookup.store;
   const Array index = call.Operand("index", ffi::U32, {-1, kEntriesPerBucket * 4});
   CheckIndex(call, "index", index);
@@ -38,7 +47,7 @@ void ReadFrozen(Call& call, const Array& seed, int32_t kinds, FrozenLookup& look
   constexpr int32_t kNoTiles = 0;  // known after the embeddings are read
   lookup.batch = ReadBatch(call, kNoTiles);
   lookup.batch.kinds = kinds;
-  ReadFrozenRows(call, store);
+  ReadFrozenRows(call, has_host_rows, store);
 }
 
 /// The storage of one store's results, apart from their pointers.
@@ -65,6 +74,7 @@ void ReadResults(Call& call, Lines& lines, FrozenLookup& lookup) {
 
 ffi::Error LookupFrozen(Call& call) {
   const auto kinds = call.Attribute<ffi::Span<const int32_t>>("kinds");
+  const auto has_host_rows = call.AttributeOr<ffi::Span<const int32_t>>("has_host_rows", {});
   const auto is_counted = call.Attribute<int32_t>("is_counted");
   const Array seed = call.Operand("seed", ffi::U32, {2});
   const Array counts = call.Result("counts", ffi::S32, {-1, kNumCounts});
@@ -72,7 +82,7 @@ ffi::Error LookupFrozen(Call& call) {
   std::vector<Lines> lines(kinds.size(), Lines{RowArrays(call, "embeddings"), {}});
   int64_t num_tables = 0;
   for (size_t s = 0; s < lookups.size(); ++s) {
-    ReadFrozen(call, seed, kinds[s], lookups[s]);
+    ReadFrozen(call, seed, kinds[s], s < has_host_rows.size() && has_host_rows[s] != 0, lookups[s]);
     ReadResults(call, lines[s], lookups[s]);
     num_tables += lookups[s].store.num_tables;
   }

@@ -80,7 +80,7 @@ LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const Bat
 
 /// One frozen store, and the batch that reads it.
 struct FrozenLookup {
-  StoreView store;  // its rows are one slab; quantized ones have scales
+  StoreView store;  // its rows are one slab, or two with the second in host memory; quantized ones have scales
   BatchView batch;  // num_tiles is ignored: it follows from num_bags
   EmbeddingsView embeddings;
   const int64_t* num_bags;  // [num_features]: rows of the embeddings

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from jaxsok.kernels.call import Slab, Store, StoreArrays, call, call_on, call_on_store, result, workspace
 from jaxsok.kernels.table import ADMITTING, Admission, Tables, admission_operands
@@ -207,6 +207,8 @@ class FrozenOperands:
     """`[capacity, dim]`: float32, bfloat16, float16, int8 or float8_e4m3fn."""
     scales: Float32[Array, " capacity"] | None
     """Scales of int8 and float8_e4m3fn rows; else None."""
+    host_rows: Sequence[UInt8[Array, "_ row_bytes"]]
+    """None, or one array: the bytes of the rows beyond those of `rows`, in host memory."""
     embedding_shapes: Sequence[tuple[Any, ...]]
     """Shape of each feature's embedding: `dim` last, the bags before it. Sizes may be symbolic."""
     embedding_dtype: str
@@ -227,7 +229,13 @@ def lookup_frozen(
     for number, store in enumerate(stores):
         _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
     keys, num_tables = stores[0].batch[0], sum(store.tables.shape[0] for store in stores)
-    read = [(store.index, store.counters, store.tables, *store.batch, store.rows, store.scales) for store in stores]
+    read = [
+        (store.index, store.counters, store.tables, *store.batch, store.rows, *store.host_rows, store.scales)
+        for store in stores
+    ]
+    # Programs that were exported before there was such an attribute lack it.
+    has_host_rows = [len(store.host_rows) for store in stores]
+    more = {"has_host_rows": np.array(has_host_rows, np.int32)} if any(has_host_rows) else {}
     embeddings = [
         [result(store.batch[0], shape, store.embedding_dtype) for shape in store.embedding_shapes] for store in stores
     ]
@@ -237,6 +245,7 @@ def lookup_frozen(
         {"counts": result(keys, (num_tables, len(COUNTS)), "int32"), "embeddings": embeddings},
         kinds=np.array([store.kinds for store in stores], np.int32),
         is_counted=is_counted,
+        **more,
     )
     return out["counts"] if is_counted else None, out["embeddings"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
 from jaxsok.kernels import table as table_kernels
-from jaxsok.records import Records, join_records, round_to
+from jaxsok.records import Records, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
@@ -268,28 +268,6 @@ def take(lines: Lines, which: np.ndarray) -> Lines:
 def join_lines(parts: Iterable[Lines]) -> Lines:
     """Joins lines; those of a single part are not copied."""
     return tuple(arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-
-
-def hottest_rows(chunks: Iterable[Records], num_rows: int) -> Records:
-    """Selects the rows of highest frequency, the first among equal rows; without frequencies, the first rows."""
-    parts, num_kept, are_known = [], 0, True
-    for records in chunks:
-        parts.append(records)
-        num_kept += records.num_rows
-        are_known = are_known and records.frequency is not None
-        if not are_known and num_kept >= num_rows:
-            break
-        if are_known and num_kept > 2 * num_rows:
-            parts = [_top(parts, num_rows)]
-            num_kept = num_rows
-    return _top(parts, num_rows) if parts else Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))
-
-
-def _top(parts: Sequence[Records], num_rows: int) -> Records:
-    whole = join_records(parts)
-    if whole.frequency is None:
-        return whole.take(slice(num_rows))
-    return whole.take(np.argsort(-whole.frequency.astype(np.int64), kind="stable")[:num_rows])
 
 
 _fetch = jax.jit(find_rows, static_argnums=1)

@@ -7,18 +7,20 @@ pytree: a reader that holds it reads one version.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Shaped, UInt32
+from jaxtyping import Array, Float32, Shaped, UInt8, UInt32
 
 from jaxsok import checks, initializers, optimizers
 from jaxsok.collection import Collection
+from jaxsok.host_slabs import bytes_of, new_host_rows
 from jaxsok.kernels import table as kernels
-from jaxsok.records import Records, round_to
+from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
@@ -97,19 +99,26 @@ class FrozenStore:
     """The map (table, key) → row id, as in training (`StoreState.index`), but fuller."""
     counters: UInt32[Array, " num_counters"]
     """The counters of the store, of which a lookup reads the salt."""
-    rows: Shaped[Array, "capacity dim"]
+    rows: Shaped[Array, "num_device_rows dim"]
     scales: tuple[Float32[Array, " capacity"], ...] = ()
     """One array where rows are quantized: a row is its numbers times its scale."""
+    host_rows: tuple[UInt8[Array, "num_host_rows row_bytes"], ...] = ()
+    """One array, if some rows lie in host memory: the bytes of those whose row ids are beyond `rows`."""
 
     @property
     def capacity(self) -> int:
         """The rows there is room for."""
-        return self.rows.shape[0]
+        return self.rows.shape[0] + sum(part.shape[0] for part in self.host_rows)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self)) - self.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the device reads."""
+        return sum(part.nbytes for part in self.host_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +177,20 @@ class FrozenTables:
         """Bytes of device memory."""
         return sum(store.num_bytes for store in self.stores)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the device reads."""
+        return sum(store.host_bytes for store in self.stores)
 
-def require_tables(op: str, tables: Any) -> None:
+
+def require_tables(op: str, tables: Any, *, on_device: bool = False) -> None:
     if not isinstance(tables, FrozenTables):
         raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    if on_device and any(store.host_rows for store in tables.stores):
+        raise ValueError(
+            f"{op}: tables: got some with rows in host memory, wanted all rows on the device; freeze them without a "
+            "device_share."
+        )
 
 
 class RecordSource(Protocol):
@@ -204,6 +223,7 @@ def freeze(
     dtype: FrozenDtype | Mapping[str, FrozenDtype] | None = None,
     defaults: float | Mapping[str, float] | None = None,
     spare_rows: int = 0,
+    device_share: float = 1.0,
     device: Any = None,
 ) -> FrozenTables:
     """Freezes tables of a training state: their rows and a denser index, without optimizer state and statistics.
@@ -216,14 +236,18 @@ def freeze(
       defaults: what keys without a row read in every column, for all tables or by name; None, or a table that is not
         named: what `Collection.find` gives by the table's `unknown`.
       spare_rows: rows of each table that later updates may add in place.
+      device_share: the share of each table's rows that lie on the device: those used most, where the table counts uses,
+        else the first. The others lie in host memory, pinned on a GPU, and lookups read them over the link.
       device: where they go; None: the default one.
 
     Raises:
+      MemoryError: the host has no room.
       ValueError: an unknown table or dtype, rows to be quantized that are not finite, or no default for a table whose
         initial rows XLA computes (`initializers.matrix` and `function`).
 
     Cost:
-      Each row crosses to the host and back once, in chunks of 64 MiB. On the device: `frozen_bytes`.
+      Each row crosses to the host and back once, in chunks of 64 MiB; with a `device_share` below 1 to the host twice.
+      On the device: `frozen_bytes`.
 
     Example:
       >>> import jaxsok
@@ -252,9 +276,19 @@ def freeze(
             raise ValueError(f"freeze: defaults: got {got} work out; {wanted}.")
         stored = (dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype
         table = table_that_reads(name, specs[name].dim, stored, default)
-        chunks = collection.export_chunks(state, name, with_state=False)
-        sources.append((table, SizedRecords(num_rows[name], chunks)))
-    return freeze_records(sources, spare_rows=spare_rows, device=device)[0]
+        export = functools.partial(collection.export_chunks, state, name, with_state=False)
+        sources.append((table, SizedRecords(num_rows[name], _Again(export))))
+    return freeze_records(sources, spare_rows=spare_rows, device_share=device_share, device=device)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Again:
+    """What a function yields, each time anew."""
+
+    make: Callable[[], Iterator[Records]]
+
+    def __iter__(self) -> Iterator[Records]:
+        return self.make()
 
 
 def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initializers.InitialRows) -> FrozenTable:
@@ -266,17 +300,23 @@ def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initialize
 
 @without_mesh
 def freeze_records(
-    sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, device: Any = None
+    sources: Sequence[tuple[FrozenTable, RecordSource]],
+    *,
+    spare_rows: int = 0,
+    device_share: float = 1.0,
+    device: Any = None,
 ) -> tuple[FrozenTables, tuple[RowMap, ...]]:
     """Makes frozen tables of streams of records; gives the tables, and the map of each store's rows, for updates.
 
-    `spare_rows` of each table are for later updates in place. `device` None is the default one.
+    `spare_rows` of each table are for later updates in place. With a `device_share` below 1 (see `freeze`) streams are
+    read twice, first for the keys that are used most. `device` None is the default one.
 
     Raises:
-      ValueError: no tables, two of one name, or records that do not fit theirs.
+      MemoryError: the host has no room for the rows that do not lie on the device.
+      ValueError: no tables, two of one name, a share outside of 0 to 1, or records that do not fit theirs.
 
     Cost:
-      Host: a chunk of records and the maps. Device: `frozen_bytes`.
+      Host: a chunk of records, the maps, and rows that do not lie on the device. Device: `frozen_bytes`.
 
     Example:
       >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
@@ -287,14 +327,20 @@ def freeze_records(
     if not sources:
         raise ValueError("freeze_records: sources: got no tables, wanted at least one.")
     checks.integer("freeze_records: spare_rows", spare_rows, 0, wanted="a number of rows, from 0")
+    checks.number("freeze_records: device_share", device_share, 0, 1)
     spec = FrozenSpec.of([table for table, _ in sources])
     of_table = {table.name: source for table, source in sources}
     device = jax.devices()[0] if device is None else device
     stores, maps = [], []
     for tables in spec.stores:
         capacity = max(1, sum(of_table[table.name].num_rows + spare_rows for table in tables))
-        store = _empty_store(tables[0], capacity, device)
+        shares = [math.ceil(device_share * of_table[table.name].num_rows) for table in tables]
+        num_on_device = max(1, sum(shares)) if device_share < 1 else capacity
+        store = _empty_store(tables[0], num_on_device, capacity - num_on_device, device)
         row_map = RowMap(len(tables), capacity)
+        if device_share < 1:  # the first row ids are those on the device
+            for number, (table, share) in enumerate(zip(tables, shares, strict=True)):
+                row_map.place(number, hottest_rows(map(_without_rows, of_table[table.name]), share).keys)
         for number, table in enumerate(tables):
             uses: list[tuple[np.ndarray, np.ndarray]] | None = []  # None: not all records have frequencies
             for records in of_table[table.name]:
@@ -311,6 +357,10 @@ def freeze_records(
         stores.append(dataclasses.replace(store, index=index, counters=counters))
         maps.append(row_map)
     return FrozenTables(tuple(stores), spec), tuple(maps)
+
+
+def _without_rows(records: Records) -> Records:
+    return dataclasses.replace(records, rows=np.zeros((records.num_rows, 1), np.float32), state={})
 
 
 def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray) -> FrozenStore:
@@ -334,16 +384,28 @@ def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndar
     size = padded_size(len(row_ids), _LEAST_ROWS)
     ids = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW))
     padded = tuple(fill_up(array, size) for array in lines)
-    rows, *scales = _write((store.rows, *store.scales), *jax.device_put((ids, padded), store.rows.sharding))
-    return dataclasses.replace(store, rows=rows, scales=tuple(scales))
+    arrays = store.rows, store.host_rows, store.scales
+    rows, host_rows, scales = _write(arrays, *jax.device_put((ids, padded), store.rows.sharding))
+    return dataclasses.replace(store, rows=rows, host_rows=host_rows, scales=scales)
+
+
+def read_lines(store: FrozenStore, row_ids: np.ndarray) -> list[np.ndarray]:
+    """Reads some rows as they are stored, wherever they lie: what `write_lines` takes. Waits for the device."""
+    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), _LEAST_ROWS))
+    lines = [np.array(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales)]
+    for slab in store.host_rows:
+        beyond = row_ids >= store.rows.shape[0]
+        there = bytes_of(slab)[row_ids[beyond] - store.rows.shape[0]]
+        lines[0][beyond] = there.view(lines[0].dtype)
+    return lines
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
     """Compiles `write_lines` for this many rows on their device (JAX keeps the programs)."""
-    size, arrays = padded_size(num_rows, _LEAST_ROWS), (store.rows, *store.scales)
+    size = padded_size(num_rows, _LEAST_ROWS)
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=store.rows.sharding)
-    lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in arrays)
-    _write.lower(arrays, shape((size,), np.uint32), lines).compile()
+    lines = tuple(shape((size, *array.shape[1:]), array.dtype) for array in (store.rows, *store.scales))
+    _write.lower((store.rows, store.host_rows, store.scales), shape((size,), np.uint32), lines).compile()
 
 
 def check_records(op: str, table: FrozenTable, records: Records) -> None:
@@ -354,15 +416,18 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
         )
 
 
-def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
+def frozen_bytes(table: FrozenTable, num_rows: int, device_share: float = 1.0) -> dict[str, int]:
     """Counts the bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
+
+    With a `device_share` so many of the rows lie on the device; scales and index always do.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)
       {'rows': 128000000, 'scales': 4000000, 'index': 24615424}
     """
+    on_device = num_rows if device_share == 1 else math.ceil(device_share * num_rows)
     return {
-        "rows": num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
+        "rows": on_device * table.dim * jnp.dtype(table.dtype).itemsize,
         "scales": 4 * num_rows if table.is_quantized else 0,
         "index": 64 * buckets_of(num_rows),
     }
@@ -386,19 +451,32 @@ def _table_words(tables: Sequence[FrozenTable]) -> np.ndarray:
     return words
 
 
-def _empty_store(table: FrozenTable, capacity: int, device: Any) -> FrozenStore:
+def _empty_store(table: FrozenTable, num_on_device: int, num_in_host: int, device: Any) -> FrozenStore:
     with jax.default_device(device):
         store = FrozenStore(
             index=jnp.zeros((0, BUCKET_WORDS), jnp.uint32),
             counters=jnp.zeros(len(COUNTERS), jnp.uint32),
-            rows=jnp.zeros((capacity, table.dim), table.dtype),
-            scales=(jnp.zeros(capacity, jnp.float32),) if table.is_quantized else (),
+            rows=jnp.zeros((num_on_device, table.dim), table.dtype),
+            scales=(jnp.zeros(num_on_device + num_in_host, jnp.float32),) if table.is_quantized else (),
         )
-        return jax.device_put(store, device)
+        store = jax.device_put(store, device)
+        if not num_in_host:
+            return store
+        row_bytes = table.dim * jnp.dtype(table.dtype).itemsize
+        return dataclasses.replace(store, host_rows=(new_host_rows(device, num_in_host, row_bytes),))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(arrays: tuple[Array, ...], row_ids: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    (rows, *scales), (new_rows, *new_scales) = arrays, lines
-    written = [old.at[row_ids].set(new, mode="drop") for old, new in zip(scales, new_scales, strict=True)]
-    return kernels.scatter(row_ids, new_rows, (rows,))[0], *written
+def _write(
+    arrays: tuple[Array, tuple[Array, ...], tuple[Array, ...]], row_ids: Array, lines: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    (rows, host_rows, scales), (new_rows, *new_scales) = arrays, lines
+    scales = tuple(old.at[row_ids].set(new, mode="drop") for old, new in zip(scales, new_scales, strict=True))
+    if host_rows:
+        no_row, num_on_device = jnp.uint32(NO_ROW), rows.shape[0]
+        is_beyond = (row_ids >= num_on_device) & (row_ids != no_row)
+        beyond = jnp.where(is_beyond, row_ids - jnp.uint32(num_on_device), no_row)
+        as_bytes = jax.lax.bitcast_convert_type(new_rows, jnp.uint8).reshape(new_rows.shape[0], -1)
+        host_rows = kernels.scatter(beyond, as_bytes, host_rows)
+        row_ids = jnp.where(is_beyond, no_row, row_ids)
+    return kernels.scatter(row_ids, new_rows, (rows,))[0], host_rows, scales

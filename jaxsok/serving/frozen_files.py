@@ -43,7 +43,7 @@ def export_frozen(path: str | os.PathLike[str], tables: FrozenTables) -> None:
       ...     sorted(file.name for file in pathlib.Path(folder, "tables").iterdir())
       ['frozen.json', 'store_0.index', 'store_0.rows']
     """
-    require_tables("export_frozen", tables)
+    require_tables("export_frozen", tables, on_device=True)
     with published.new_folder("export_frozen", pathlib.Path(path)) as folder:
         stores = [_write_store(folder, s, tables) for s in range(len(tables.stores))]
         body = {

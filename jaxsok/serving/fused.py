@@ -154,6 +154,7 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         batch=(keys, offsets, weights, _features(lines)),
         rows=store.rows,
         scales=store.scales[0] if store.scales else None,
+        host_rows=store.host_rows,
         embedding_shapes=[(part.num_bags, store.rows.shape[1]) for part in parts],
         embedding_dtype="float32",
         kinds=kinds,

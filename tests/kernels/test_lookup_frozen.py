@@ -132,6 +132,7 @@ def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32
         batch=(given["keys"], given["offsets"], given["weights"], words_of(batch) if words is None else words),
         rows=frozen.rows,
         scales=frozen.scales,
+        host_rows=(),
         embedding_shapes=batch.shapes(frozen.model.dim),
         embedding_dtype=embedding_dtype,
         kinds=kinds_of(batch),

@@ -215,6 +215,7 @@ def test_keys_of_the_refresh_are_honoured_where_it_is_on():
         ({"gpucacheper": 1.0}, "device"),
         ({"gpucacheper": 2}, "device"),
         ({"embedding_cache_type": "static"}, "device"),
+        ({"embedding_cache_type": "uvm"}, "device"),
         ({"use_static_table": True}, "device"),
         ({"gpucache": False}, "host"),
         ({"gpucache": False, "gpucacheper": 1.0}, "host"),
@@ -513,6 +514,7 @@ def test_secrets_are_not_shown():
 
 # What is refused -----------------------------------------------------------------------------------------------------
 
+UVM = {"embedding_cache_type": "uvm"}
 REFUSED = {
     "large batches": ({}, {"volatile_db": {**VOLATILE, "max_batch_size": 2**18}}, r"max_batch_size: .* at most 262143"),
     "rows nowhere": ({}, {"volatile_db": {**VOLATILE, "initial_cache_rate": 0.5}}, "the other rows would be nowhere"),
@@ -535,7 +537,13 @@ REFUSED = {
     "no database": ({}, {"volatile_db": {"type": "disabled"}}, r"models\[0\] with gpucacheper 0\.2 has rows that"),
     "block without type": ({}, {"volatile_db": {"num_partitions": 8}}, 'A block without a type is "disabled"'),
     "no database, no cache": ({"gpucache": False}, {"volatile_db": {}}, r"models\[0\] without gpucache has rows"),
-    "uvm": ({"embedding_cache_type": "uvm"}, {}, "unified memory is not there: take dynamic"),
+    "uvm, no cache": ({**UVM, "gpucache": False}, {}, r"models\[0\]\.gpucache: got false, wanted true for a uvm table"),
+    "uvm, a model": ({**UVM, "dense_file": "/d"}, {}, r'models\[0\]\.dense_file: got "/d", wanted none with uvm'),
+    "uvm, replicas": (
+        {**UVM, "deployed_device_list": [0, 1]},
+        {},
+        r"deployed_device_list: got .* or set jaxsok\.is_split",
+    ),
     "stochastic": ({"embedding_cache_type": "stochastic"}, {}, "HPS has disabled it, too"),
     "no such cache": ({"embedding_cache_type": "lru"}, {}, r'embedding_cache_type: got "lru", wanted one of "dynamic"'),
     "page lock": ({"use_static_table": True, "enable_pagelock": True}, {}, r"models\[0\]\.enable_pagelock: got true"),

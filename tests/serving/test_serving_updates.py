@@ -27,6 +27,7 @@ DIMS = {"user": 4, "item": 4, "ad": 3}
 DEFAULTS = {"user": -1.0, "item": 0.5}
 KEYS = np.arange(64)
 IN_PLACE = [False, True]
+UVM = {"embedding_cache_type": "uvm", "gpucacheper": 0.3}
 
 
 def open_with(tables, **options):
@@ -63,9 +64,12 @@ def serve(trained, **options):
 # Versions ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [*IN_PLACE, "auto"])
-def test_deltas_and_full_exports(trained, tmp_path, in_place):
-    with serve(trained) as session:
+@pytest.mark.parametrize(
+    ("in_place", "tier"),
+    [(False, {}), (True, {}), ("auto", {}), (True, UVM), ("auto", UVM), ("auto", UVM | {"gpucacheper": 0})],
+)
+def test_deltas_and_full_exports(trained, tmp_path, in_place, tier):
+    with serve(trained, **tier) as session:
         check(session, trained.content)
         trained.set("user", rows_of(range(15, 25), 4, version=1))
         trained.erase("user", [0, 1])
@@ -81,8 +85,28 @@ def test_deltas_and_full_exports(trained, tmp_path, in_place):
         assert session.update(trained.full(tmp_path / "again"), in_place=in_place) == 4
         check(session, trained.content)
         stats = session.stats()
-        assert (stats["updates"], stats["in_place_updates"]) == (3, 3 if in_place is True else 0)
+        assert (stats["updates"], stats["in_place_updates"]) == (3, 3 if in_place is True or tier else 0)
         assert set(stats["source"].values()) == {str(tmp_path / "again")}
+
+
+def test_rows_that_the_device_reads_in_host_memory(trained, tmp_path):
+    """They are counted where they lie, changed there alone, and cannot outgrow their memory."""
+    with serve(trained, **UVM) as session, serve(trained) as on_device:
+        stores = session._models["dlrm"].versions.current.tables.stores
+        rows = {store.rows.shape[1]: (store.rows.shape[0], store.capacity) for store in stores}
+        assert rows == {4: (12, 72), 3: (6, 36)}  # 0.3 of 20 rows of each table; 16 are spare
+        stats = session.stats()
+        assert on_device.stats()["bytes"] - stats["bytes"] == 60 * 16 + 30 * 12
+        assert stats["host_bytes"] - on_device.stats()["host_bytes"] == 60 * 16 + 30 * 12
+        with pytest.raises(ServingError, match=r"in_place: got False for model .* in host memory \(uvm\)"):
+            session.update(trained.path, in_place=False)
+        trained.set("user", rows_of(range(20, 60), 4, version=1))
+        with pytest.raises(
+            ServingError, match="wanted at most 72 to update in place; open with more spare_rows"
+        ) as caught:
+            session.update(trained.delta(tmp_path / "delta", trained.path))
+        assert "copy" not in str(caught.value)
+        check(session, {name: rows_of(range(20), dim) for name, dim in DIMS.items()})
 
 
 @pytest.mark.parametrize("in_place", IN_PLACE)
@@ -253,16 +277,16 @@ def test_bad_sources(tmp_path, in_place, harm):
         check(session, content)
 
 
-@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize(("in_place", "tier"), [(False, {}), (True, {}), (True, UVM)])
 @pytest.mark.parametrize("step", ["lines_of", "write_lines", "second write_lines", "index", "prepare"])
-def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
+def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, tier, step):
     """A failure at any point leaves the served version, and the update can be repeated."""
     trained.set("user", rows_of(range(15, 25), 4, version=1))
     trained.set("ad", rows_of(range(5), 3, version=1))
     trained.erase("user", [3])
     delta = trained.delta(tmp_path / "delta", trained.path)
     before = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
-    with serve(trained) as session:
+    with serve(trained, **tier) as session:
         calls = {"left": 1 if step.startswith("second") else 0}
 
         def failing(real):

@@ -129,7 +129,10 @@ def test_fused_and_unfused_are_the_same_bits(folders, session):
                 assert fused_answer[name].tobytes() == answer[name].tobytes()
 
 
-@pytest.mark.parametrize("tier", [{"gpucacheper": 1.5}, {"embedding_cache_type": "static"}, {"gpucache": False}])
+UVM = {"embedding_cache_type": "uvm", "gpucacheper": 0.3}
+
+
+@pytest.mark.parametrize("tier", [{"gpucacheper": 1.5}, {"embedding_cache_type": "static"}, {"gpucache": False}, UVM])
 def test_tiers_that_hold_all_rows(folders, tier):
     keys = {name: np.arange(75) for name in DIMS}
     with open(config_of(model_of(folders, defaults=DEFAULTS, **tier)), jax.devices()[-1], warm_up=False) as session:

@@ -64,7 +64,7 @@ class ServedModel:
         Cost:
           One dispatch; for each new size of batch, bags or tables a program is compiled.
         """
-        require_tables("call", tables)
+        require_tables("call", tables, on_device=True)
         leaves, num_samples = self.read(inputs)
         if num_samples == 0 and not pad:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")

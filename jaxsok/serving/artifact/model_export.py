@@ -104,7 +104,7 @@ def export_model(
     op, path = "export_model", pathlib.Path(path)
     if os.path.lexists(path):
         raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
-    require_tables(op, tables)
+    require_tables(op, tables, on_device=True)
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
         raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")
     _check_inputs(op, inputs, tables)

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxsok import checks
 from jaxsok import keys as keys_lib
-from jaxsok.serving.backing import RowSource, fetch_lines, hottest_rows, join_lines, round_rows
+from jaxsok.records import hottest_rows
+from jaxsok.serving.backing import RowSource, fetch_lines, join_lines, round_rows
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request

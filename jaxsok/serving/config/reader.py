@@ -50,8 +50,6 @@ _REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
     },
 }
 _REFUSED_CACHES = {
-    "uvm": "unified memory is not there: take dynamic, whose rows beyond gpucacheper lie in host memory, or static if "
-    "all of them fit",
     "stochastic": "HPS has disabled it, too: take dynamic",
 }
 MOST_IN_REDIS = 2**18 - 1  # keys in a command: with more, HPS's manual warns of obscure errors
@@ -371,13 +369,19 @@ class _Reader:
                 self.note_no_effect(at, kind, "use_static_table makes it static, as in HPS")
             values["embedding_cache_type"] = kind = "static"
         if kind in _REFUSED_CACHES:
-            self.refuse(at, kind, '"dynamic" or "static"', _REFUSED_CACHES[kind])
+            self.refuse(at, kind, '"dynamic", "static" or "uvm"', _REFUSED_CACHES[kind])
         if kind == "dynamic" and values["gpucache"] and values["gpucacheper"] == 0.0:
             at, remedy = f"{path}.gpucacheper", "set gpucache to false to read all rows from host memory"
             self.refuse(at, given.get("gpucacheper"), "a number above 0 for a dynamic cache", remedy)
-        if kind == "static" and not values["gpucache"]:
-            remedy = "a static table lies on the device alone; take a dynamic one to read from host memory"
-            self.refuse(f"{path}.gpucache", False, "true for a static table", remedy)
+        if kind != "dynamic" and not values["gpucache"]:
+            remedy = f"a {kind} table has rows on the device; take a dynamic one without a cache"
+            self.refuse(f"{path}.gpucache", False, f"true for a {kind} table", remedy)
+        if kind == "uvm" and values["dense_file"]:
+            remedy = "exported models read tables whose rows are all on the device; take a dynamic cache"
+            self.refuse(f"{path}.dense_file", values["dense_file"], "none with uvm", remedy)
+        if kind == "uvm" and len(set(values["deployed_device_list"])) > 1 and not values["is_split"]:
+            at, remedy = f"{path}.deployed_device_list", "or set jaxsok.is_split, so that each device has its own rows"
+            self.refuse(at, list(values["deployed_device_list"]), "one device with uvm", remedy)
 
     def resolve_row_dtype(self, path: str, values: dict[str, Any]) -> None:
         """Sets the dtype of rows on the device, and clears the keys that another kind of cache has."""

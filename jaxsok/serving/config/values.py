@@ -84,10 +84,11 @@ class ModelConfig:
     hit_rate_threshold: float = declare(keys.number(), 0.9)
     """From this hit rate on misses read the default value, and their rows are fetched in the background; below it
     lookups wait for them. 0: never waits; above 1: always waits, so that answers are exact."""
-    embedding_cache_type: Literal["dynamic", "static"] = declare(
+    embedding_cache_type: Literal["dynamic", "static", "uvm"] = declare(
         keys.among(("dynamic", "static", "uvm", "stochastic")), "dynamic"
     )
-    """Either "dynamic", a cache over rows in host memory, or "static", all rows on the device."""
+    """One of "dynamic", a cache over rows in host memory; "static", all rows on the device; and "uvm", `gpucacheper` of
+    the rows on the device, and the others in host memory, which the device reads."""
     use_static_table: bool = declare(keys.BOOL, False)
     """True makes `embedding_cache_type` "static"."""
     num_of_worker_buffer_in_pool: int = declare(keys.POSITIVE, 1)
@@ -123,7 +124,12 @@ class ModelConfig:
         """The place of rows: on the "device" all, in its "cache" some (over all in host memory), or none ("host")."""
         if not self.gpucache:
             return "host"
-        return "device" if self.embedding_cache_type == "static" or self.gpucacheper >= 1.0 else "cache"
+        return "cache" if self.embedding_cache_type == "dynamic" and self.gpucacheper < 1.0 else "device"
+
+    @property
+    def device_share(self) -> float:
+        """The share of each table's rows that lie on the device, of those that the device reads."""
+        return min(1.0, self.gpucacheper) if self.embedding_cache_type == "uvm" else 1.0
 
     @property
     def is_filled_at_start(self) -> bool:
@@ -250,7 +256,9 @@ class Config:
         where = self.databases or "host memory"
         for model in self.models:
             tier = {
-                "device": "all rows on the device",
+                "device": "all rows on the device"
+                if model.device_share == 1
+                else f"{model.device_share:g} of the rows on the device, which reads the others in host memory",
                 "cache": f"a device cache of {model.gpucacheper:g} of the rows, over {where}",
                 "host": f"rows in {where}",
             }[model.tier]
@@ -338,6 +346,9 @@ def idle_keys(model: ModelConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if model.embedding_cache_type == "static":
         idle["enable_pagelock"] = "static tables lie in device memory"
+    elif model.embedding_cache_type == "uvm":
+        idle["fp8_quant"] = "it is of static tables; row_dtype sets it here"
+        idle["enable_pagelock"] = "host memory that the device reads is always locked"
     else:
         reason = "it is of static tables, and this model has a dynamic cache"
         idle |= dict.fromkeys(("fp8_quant", "enable_pagelock"), reason)
@@ -345,6 +356,8 @@ def idle_keys(model: ModelConfig) -> dict[str, str]:
     if model.tier != "cache":
         is_host = model.tier == "host"
         reason = "gpucache is false: there is no cache" if is_host else "all rows are on the device: nothing can miss"
+        if model.device_share < 1:
+            reason = "the device reads rows in host memory itself: there is no cache that could miss"
         if is_host or model.embedding_cache_type == "static":
             idle["gpucacheper"] = reason
         idle |= dict.fromkeys(("hit_rate_threshold", "cache_refresh_percentage_per_iteration", *refreshes), reason)

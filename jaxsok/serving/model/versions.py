@@ -24,7 +24,6 @@ from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import TableSource
 from jaxsok.serving.model.store_plans import Change, StorePlan, split_sources
-from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY
@@ -226,16 +225,24 @@ class Versions(AnyVersions):
     ) -> None:
         super().__init__(config.model, key_bits)
         self._memory, self._spare_rows, self._can_donate = memory, config.spare_rows, can_donate
+        self._can_copy = config.device_share == 1  # else host memory would have to hold most rows twice
         self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
         needed = max(
-            sum(sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows).values()) for table, source in mine)
+            sum(
+                sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows, config.device_share).values())
+                for table, source in mine
+            )
             for mine in owned
         )
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
         parts = [
-            Part(*frozen.freeze_records(mine, spare_rows=config.spare_rows, device=device))
+            Part(
+                *frozen.freeze_records(
+                    mine, spare_rows=config.spare_rows, device_share=config.device_share, device=device
+                )
+            )
             for mine, device in zip(owned, memory.devices, strict=False)
         ]
         others = memory.devices[len(parts) :]  # which get copies
@@ -246,6 +253,7 @@ class Versions(AnyVersions):
     def host_bytes(self) -> int:
         """Bytes of the maps of rows, and of rows below a cache."""
         rows_bytes = 0 if self._can_donate else self.current.tables.num_bytes
+        rows_bytes += sum(part.tables.host_bytes for part in self.current.own_parts)
         return rows_bytes + sum(row_map.num_bytes for part in self.current.own_parts for row_map in part.maps)
 
     @contextlib.contextmanager
@@ -261,6 +269,11 @@ class Versions(AnyVersions):
             raise ServingError(
                 f'update: in_place: got True for model "{self.name}", whose rows lie in host memory below a cache, '
                 'wanted False or "auto"; only rows on the device are changed where they lie.'
+            )
+        if in_place is False and not self._can_copy:
+            raise ServingError(
+                f'update: in_place: got False for model "{self.name}", some of whose rows the device reads in host '
+                'memory (uvm), wanted True or "auto"; such rows are changed where they lie.'
             )
 
     def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
@@ -308,9 +321,7 @@ class Versions(AnyVersions):
                 index, counters = plan.row_map.index(device)
                 stores[s] = dataclasses.replace(store, index=index, counters=counters)
                 for row_ids, after in plan.lines():
-                    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
-                    before = [np.asarray(array[ids])[: len(row_ids)] for array in (store.rows, *store.scales)]
-                    writes.append(_Write(number, s, row_ids, after, before))
+                    writes.append(_Write(number, s, row_ids, after, frozen.read_lines(store, row_ids)))
             else:
                 stores[s] = plan.write(store, device)
         return Part(dataclasses.replace(part.tables, stores=tuple(stores)), tuple(maps)), writes
@@ -332,7 +343,7 @@ class Versions(AnyVersions):
             is_grown = any(plan.row_map.capacity > store.capacity for store, plan in pairs)
             if free is None or copy_bytes <= free or not is_grown:
                 break  # otherwise try without room to grow further
-        fits = free is None or copy_bytes <= free
+        fits = self._can_copy and (free is None or copy_bytes <= free)
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
             why = (
                 "a copy of what changes; rows below a cache are not changed where they lie; open the tables again, or "
@@ -346,7 +357,8 @@ class Versions(AnyVersions):
             capacity = store.capacity
             if plan.row_map.capacity > capacity:
                 names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
-                also = "" if in_place is True else f" A copy needs {copy_bytes} bytes, and {free} are free."
+                also = f" A copy needs {copy_bytes} bytes, and {free} are free."
+                also = "" if in_place is True or not self._can_copy else also
                 raise ServingError(
                     f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
                     f"{capacity} to update in place; open with more spare_rows.{also}"
