@@ -566,12 +566,16 @@ def test_lookups_through_a_cache_are_compared_with_the_link(monkeypatch):
     (to_device,) = targets.Found(recorder.records).all(records.CACHED, notes={"part": "cache", "to_host": False})
     assert to_device.notes["hit_rate"] == pytest.approx(0.5, abs=0.03)
     assert 0 < to_device.notes["link_ms"] < to_device.limit_ms
+    (direct,) = targets.Found(recorder.records).all(records.FROM_HOST, notes={"part": "cache", "to_host": False})
+    assert direct.notes["hit_rate"] == pytest.approx(0.54, abs=0.1)  # a tenth of the rows lies on the device
+    assert 0 < direct.notes["link_ms"] < direct.limit_ms
     assert targets._cached("link", 0.5)(targets.Found(recorder.records)) > 0
     who = [(row[1], row[2], row[4]) for row in tables.cache_rows(recorder.records)[2:]]
     assert sorted(who) == [
         ("33", place, subject)
         for place, subject in sorted(
             [("device", "jaxsok"), ("device", "xla"), ("host", "jaxsok"), ("host", "plain"), ("host", "xla")]
+            + [("device", "jaxsok"), ("host", "jaxsok")]
         )
     ]
 
