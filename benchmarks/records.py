@@ -70,7 +70,6 @@ BRING = "bring random rows"
 CACHED = "lookup through a cache"
 FROM_HOST = "lookup that reads host memory"
 FETCH = "rows of host memory"
-BELOW_A_CACHE = (FROM_HOST, FETCH)
 TO_HOST = "copy to the host"
 HTTP = "requests over HTTP"
 HTTP_UPDATE = "requests while versions come"

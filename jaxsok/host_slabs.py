@@ -90,6 +90,6 @@ def _allocate_pinned(device: Any, shape: tuple[int, int]) -> Array:
         raise MemoryError(
             f"host memory: got {shape[0] * shape[1]} bytes ({shape[0]} rows of {shape[1]}) for {device}, wanted what "
             f"the system gives and the driver pins: {error}. Available are {available or 'unknown numbers of bytes'}; "
-            f"RLIMIT_MEMLOCK: {'no limit' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}. Lower capacity, "
-            "or raise the limit (ulimit -l)."
+            f"RLIMIT_MEMLOCK: {'no limit' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}. Ask for "
+            "fewer rows, or raise the limit (ulimit -l)."
         ) from error

@@ -237,7 +237,7 @@ class Pipeline:
             return self._collection.plan(batch.features)
         if is_short or is_first:
             self.num_replanned += is_short
-            plan = self._collection.plan(batch.features, send_capacity=sizes)
+            plan, _ = self._collection.plan_with_loads(batch.features, sizes)  # the program that plans later batches
         return plan
 
     def _choose(self, s: int, load: int) -> int:

@@ -284,10 +284,10 @@ inline const AdmissionView* ReadAdmission(Call& call, int64_t num_keys, Store& s
   return &view;
 }
 
-/// Reads keys as 64-bit words: low, high.
 /// Reads the result of a meeting (handlers/window.cc), which has no content: a call that takes it comes after it.
 inline void ReadMeeting(Call& call) { call.Operand("met", ffi::U32, {1}); }
 
+/// Reads keys as 64-bit words: low, high.
 inline Array ReadKeys(Call& call) { return call.Operand("keys", ffi::U32, {-1, 2}); }
 
 /// Reads the positions of `num_keys` keys in the bags of features, and checks them against each other.

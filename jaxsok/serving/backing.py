@@ -16,7 +16,7 @@ from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
-from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records, require_tables
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form
@@ -102,6 +102,7 @@ class HostRows(RowSource):
     """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels. `maps` serve `scan`."""
 
     def __init__(self, tables: FrozenTables, maps: Sequence[RowMap], *, version: int = 0, served: Any = None) -> None:
+        require_tables("HostRows", tables, on_device=True)
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version, self.served = version, served

@@ -260,8 +260,8 @@ def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: Key
             raise
         what = str(error).removesuffix(hps_lib.WITHOUT_HOTNESS).removesuffix(".")
         raise ValueError(
-            f'{op}: table "{table}": {what}; take the file away, or give the model init_ec: false, so that no cache is '
-            "filled by it."
+            f'{op}: table "{table}": {what}; take the file away, or give a model with a dynamic cache init_ec: '
+            "false, so that it is not filled by it."
         ) from error
     if key_bits == 32:
         path = folder / "key"

@@ -334,18 +334,21 @@ def freeze_records(
     stores, maps = [], []
     for tables in spec.stores:
         capacity = max(1, sum(of_table[table.name].num_rows + spare_rows for table in tables))
-        shares = [math.ceil(device_share * of_table[table.name].num_rows) for table in tables]
+        shares = [rows_on_device(of_table[table.name].num_rows, device_share) for table in tables]
         num_on_device = max(1, sum(shares)) if device_share < 1 else capacity
         store = _empty_store(tables[0], num_on_device, capacity - num_on_device, device)
         row_map = RowMap(len(tables), capacity)
         if device_share < 1:  # the first row ids are those on the device
             for number, (table, share) in enumerate(zip(tables, shares, strict=True)):
                 row_map.place(number, hottest_rows(map(_without_rows, of_table[table.name]), share).keys)
+        num_hot = int(row_map.table_rows.sum())
+        is_written = np.zeros(num_hot, bool)
         for number, table in enumerate(tables):
             uses: list[tuple[np.ndarray, np.ndarray]] | None = []  # None: not all records have frequencies
             for records in of_table[table.name]:
                 check_records("freeze_records", table, records)
                 row_ids = row_map.place(number, records.keys)
+                is_written[row_ids[row_ids < num_hot]] = True
                 store = write_rows(store, table, row_ids, records.rows)
                 if uses is None or records.frequency is None:
                     uses = None
@@ -353,10 +356,21 @@ def freeze_records(
                     uses.append((row_ids, np.array(records.frequency, np.uint32)))
             for row_ids, frequency in uses or ():
                 row_map.set_frequencies(row_ids, frequency)
+        if not is_written.all():
+            names, lost = [table.name for table in tables], np.count_nonzero(~is_written)
+            raise ValueError(
+                f"freeze_records: sources: got {lost} keys of tables {names} that did not come when the records were "
+                "read again, wanted streams that can be read twice, as a device_share needs."
+            )
         index, counters = row_map.index(device)
         stores.append(dataclasses.replace(store, index=index, counters=counters))
         maps.append(row_map)
     return FrozenTables(tuple(stores), spec), tuple(maps)
+
+
+def rows_on_device(num_rows: int, device_share: float) -> int:
+    """Returns how many of a table's rows lie on the device, without spare ones."""
+    return math.ceil(device_share * num_rows)
 
 
 def _without_rows(records: Records) -> Records:
@@ -416,18 +430,18 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
         )
 
 
-def frozen_bytes(table: FrozenTable, num_rows: int, device_share: float = 1.0) -> dict[str, int]:
+def frozen_bytes(table: FrozenTable, num_rows: int, num_on_device: int | None = None) -> dict[str, int]:
     """Counts the bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
 
-    With a `device_share` so many of the rows lie on the device; scales and index always do.
+    `num_on_device` of the rows lie on the device, None: all of them; scales and index always do.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)
       {'rows': 128000000, 'scales': 4000000, 'index': 24615424}
     """
-    on_device = num_rows if device_share == 1 else math.ceil(device_share * num_rows)
+    num_on_device = num_rows if num_on_device is None else num_on_device
     return {
-        "rows": on_device * table.dim * jnp.dtype(table.dtype).itemsize,
+        "rows": num_on_device * table.dim * jnp.dtype(table.dtype).itemsize,
         "scales": 4 * num_rows if table.is_quantized else 0,
         "index": 64 * buckets_of(num_rows),
     }

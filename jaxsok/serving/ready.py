@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from jaxsok.shards import HOST_KIND
+
 Program = TypeVar("Program", bound=Hashable)
 
 _log = logging.getLogger(__name__)
@@ -173,11 +175,14 @@ class Form:
     """Shapes and places of the arrays of a pytree, as a value: a program is compiled for each."""
 
     def __init__(self, tree: Any) -> None:
-        self.tree = jax.tree.map(
+        shapes = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
         )
-        leaves, structure = jax.tree.flatten(self.tree)
+        leaves, structure = jax.tree.flatten(shapes)
         self._key = structure, tuple(leaves)
+        # Only an array itself has the type that says that it lies in host memory. It may have been donated since.
+        is_in_host = lambda array: array.sharding is not None and array.sharding.memory_kind == HOST_KIND  # noqa: E731
+        self.tree = jax.tree.map(lambda array, shape: array if is_in_host(array) else shape, tree, shapes)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:

@@ -1,5 +1,7 @@
 """Frozen tables some of whose rows lie in host memory: the bits of tables on the device, and of NumPy."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -10,6 +12,7 @@ import jaxsok
 from jaxsok import Records
 from jaxsok.serving import frozen
 from jaxsok.serving.artifact import KeysInput, export_model
+from jaxsok.serving.backing import HostRows
 from jaxsok.serving.frozen import DTYPES, FrozenTable, SizedRecords, freeze, freeze_records
 from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, find_rows, lookup_with_counts
@@ -129,8 +132,8 @@ def test_rows_are_written_where_they_lie(dtype, data):
 
     def with_index(tables, store, row_map):
         index, counters = row_map.index(jax.devices()[0])
-        stores = (frozen.dataclasses.replace(store, index=index, counters=counters),)
-        return frozen.dataclasses.replace(tables, stores=stores)
+        stores = (dataclasses.replace(store, index=index, counters=counters),)
+        return dataclasses.replace(tables, stores=stores)
 
     keys = some_keys(records, 3)
     keys["user"][:5] = np.arange(5000, 5005)
@@ -165,3 +168,22 @@ def test_what_needs_all_rows_on_the_device(tmp_path):
     inputs = {"user": KeysInput("user")}
     with pytest.raises(ValueError, match="export_model: tables: got some with rows in host memory"):
         export_model(tmp_path / "model", lambda tables, inputs: inputs["user"], tables, inputs)
+
+
+def test_streams_that_can_be_read_once():
+    """The first reading only chooses rows, so a second one has to bring them."""
+    whole, _ = records_of("user", 6)
+    source = SizedRecords(60, iter([whole.take(slice(0, 20)), whole.take(slice(20, None))]))
+    with pytest.raises(ValueError, match=r"got 15 keys of tables .* wanted streams that can be read twice"):
+        freeze_records([(FrozenTable("user", 6), source)], device_share=0.25)
+
+
+def test_rows_in_host_memory_of_another_width():
+    """The handler refuses them: it would read beyond them."""
+    (store,) = make(0.3)[0].stores
+    tables, _, records = make(0.3)
+    narrow = dataclasses.replace(store, host_rows=(store.host_rows[0][:, :20],))
+    with pytest.raises(Exception, match=r"host_rows: got shape \[67, 20\], wanted \[-1, 24\]"):
+        ask(dataclasses.replace(tables, stores=(narrow,)), some_keys(records, 0))
+    with pytest.raises(ValueError, match="HostRows: tables: got some with rows in host memory"):
+        HostRows(tables, [])

@@ -1,6 +1,7 @@
 """Updates while serving: every reader sees whole versions that equal the dicts; a failure leaves the served version."""
 
 import gc
+import pathlib
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from waiting import wait_until
 
 from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import hps
+from jaxsok.serving import frozen
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
@@ -107,6 +109,66 @@ def test_rows_that_the_device_reads_in_host_memory(trained, tmp_path):
             session.update(trained.delta(tmp_path / "delta", trained.path))
         assert "copy" not in str(caught.value)
         check(session, {name: rows_of(range(20), dim) for name, dim in DIMS.items()})
+
+
+def on_device(session):
+    """Returns the keys of each table whose rows lie on the device."""
+    part, found = session._models["dlrm"].versions.current.parts[0], {}
+    for name, (s, number) in part.tables.spec.places.items():
+        keys, rows = part.maps[s].keys_of(number)
+        found[name] = set(keys[rows < part.tables.stores[s].rows.shape[0]].tolist())
+    return found
+
+
+def test_the_rows_used_most_lie_on_the_device_and_stay_there(tmp_path):
+    """HPS's files tell how often keys were used; a full update keeps the places of the rows that stay."""
+    content = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
+    tables = {name: (write(tmp_path / name, mine), DIMS[name]) for name, mine in content.items()}
+    for folder, _ in tables.values():
+        (pathlib.Path(folder) / "meta").write_bytes(np.arange(20, dtype="<i8").tobytes())
+    with open_with(tables, **UVM) as session:
+        assert on_device(session) == {name: set(range(14, 20)) for name in DIMS}
+        for name, dim in DIMS.items():
+            content[name] = rows_of(range(10, 20), dim, version=1)
+            write(tmp_path / "next" / name, content[name])
+        session.update(tmp_path / "next")
+        check(session, content)
+        assert on_device(session) == {name: set(range(14, 20)) for name in DIMS}
+
+
+def test_memory_of_rows_that_the_device_reads(trained, monkeypatch):
+    """The host must have room for them; spare rows take none of the device."""
+    with serve(trained, **UVM) as session:
+        needed = session.stats()["bytes"]
+    with serve(trained, memory_limit=needed, **UVM):
+        pass
+    with pytest.raises(ServingError, match="for its tables"):
+        serve(trained, memory_limit=needed // 2, **UVM)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda *_: 30 * 16)
+    with pytest.raises(ServingError, match=r"got 480 bytes free .* wanted 1320 for rows that the device reads in host"):
+        serve(trained, **UVM)
+
+
+def test_programs_over_host_memory_are_compiled_once(trained, tmp_path, monkeypatch):
+    """A lookup calls the program that was compiled for it, also after updates in place, as with memory of a GPU."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    made, compiled = frozen.new_host_rows, []
+    monkeypatch.setattr(frozen, "new_host_rows", lambda *given: jax.device_put(made(*given), place))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    )
+    with serve(trained, **UVM) as session:
+        for number, names in enumerate((["user"], ["user", "ad"], ["item"])):  # each has a program of its own
+            keys, before = {name: np.arange(4) for name in names}, len(compiled)
+            session.lookup(keys)
+            assert len(compiled) == before + 1
+            trained.set("user", rows_of([3, 15], 4, version=number))
+            session.update(trained.delta(tmp_path / str(number), trained.path))
+            before = len(compiled)
+            session.lookup(keys)
+            assert len(compiled) == before
+            trained.path = tmp_path / str(number)
+        check(session, trained.content)
 
 
 @pytest.mark.parametrize("in_place", IN_PLACE)

@@ -472,6 +472,14 @@ def export_of(path, folders, model, inputs):
     return str(path)
 
 
+def test_dense_models_over_rows_in_host_memory_are_refused(folders, artifacts):
+    """Also where an update brings them."""
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **UVM)), warm_up=False) as session:
+        with pytest.raises(ServingError, match=r"update: .* the device reads in host memory \(uvm\)"):
+            session.update(None, dense_file=artifacts[0])
+        assert session.models["dlrm"].inputs is None
+
+
 @pytest.mark.parametrize("tier", [{}, {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}])
 def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tier):
     def model(tables, inputs):

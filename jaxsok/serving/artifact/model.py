@@ -64,7 +64,7 @@ class ServedModel:
         Cost:
           One dispatch; for each new size of batch, bags or tables a program is compiled.
         """
-        require_tables("call", tables, on_device=True)
+        require_tables("call", tables)
         leaves, num_samples = self.read(inputs)
         if num_samples == 0 and not pad:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
@@ -112,6 +112,7 @@ class ServedModel:
         return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
     def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
+        require_tables("call", tables, on_device=True)
         stores, numbers, words = _find_tables(self._stores, tables.spec)
         arrays = tuple(tables.stores[store] for store in stores)
         return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words

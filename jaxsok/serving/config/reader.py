@@ -376,10 +376,12 @@ class _Reader:
         if kind != "dynamic" and not values["gpucache"]:
             remedy = f"a {kind} table has rows on the device; take a dynamic one without a cache"
             self.refuse(f"{path}.gpucache", False, f"true for a {kind} table", remedy)
-        if kind == "uvm" and values["dense_file"]:
+        if kind != "uvm" or values["gpucacheper"] >= 1.0:
+            return
+        if values["dense_file"]:
             remedy = "exported models read tables whose rows are all on the device; take a dynamic cache"
             self.refuse(f"{path}.dense_file", values["dense_file"], "none with uvm", remedy)
-        if kind == "uvm" and len(set(values["deployed_device_list"])) > 1 and not values["is_split"]:
+        if len(set(values["deployed_device_list"])) > 1 and not values["is_split"]:
             at, remedy = f"{path}.deployed_device_list", "or set jaxsok.is_split, so that each device has its own rows"
             self.refuse(at, list(values["deployed_device_list"]), "one device with uvm", remedy)
 

@@ -132,6 +132,11 @@ class ModelConfig:
         return min(1.0, self.gpucacheper) if self.embedding_cache_type == "uvm" else 1.0
 
     @property
+    def chooses_by_uses(self) -> bool:
+        """True if the rows used most are the first on the device: opening reads how often each was used."""
+        return self.is_filled_at_start or self.device_share < 1
+
+    @property
     def is_filled_at_start(self) -> bool:
         return self.tier == "cache" and self.init_ec and self.cache_refresh_percentage_per_iteration > 0
 

@@ -87,6 +87,11 @@ def load_dense_model(
             f"{what}: got a dense model over tables that are split over devices (jaxsok.split), wanted none: it reads "
             "tables of one device. Look rows up, or serve replicas, or a cache."
         )
+    if config.device_share < 1:
+        raise ServingError(
+            f"{what}: got a dense model over tables some of whose rows the device reads in host memory (uvm), wanted "
+            "none: exported models read tables whose rows are all on the device. Take a dynamic cache."
+        )
     unknown = [name for name, inputs in served.lookups.items() if inputs is None]
     if config.tier == "cache" and unknown:
         raise ServingError(

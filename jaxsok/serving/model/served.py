@@ -17,7 +17,7 @@ from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import Config, ModelConfig, TableConfig
 from jaxsok.serving.config import read as read_config
 from jaxsok.serving.databases import Connected
-from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes
+from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes, rows_on_device
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
@@ -203,9 +203,10 @@ class Served:
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
+            on_device = frozen_bytes(table, num_rows, rows_on_device(num_rows, self.config.device_share))
             lines.append(
                 f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, {table.missing}, '
-                f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
+                f"{sum(on_device.values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
                 f"in a request, from {version.files[name]}"
             )
         if version.served is not None:
@@ -283,6 +284,14 @@ def open_model(
     if stored is not None:
         reader = _reader_of([CachedRows(config, stored, at) for at in device.devices])
         return Served(config, stored, device.devices, reader, warm_up=warm_up)
+    if config.device_share < 1:
+        rows = [(table, source.num_rows) for table, source in given]
+        needed = sum(
+            (number + config.spare_rows - rows_on_device(number, config.device_share)) * table.row_bytes
+            for table, number in rows
+        )
+        why = f"rows that the device reads in host memory; take a gpucacheper above {config.gpucacheper}"
+        host.require("open", config.model, host.free(), needed, why)
     versions = Versions(
         config,
         given,
@@ -309,7 +318,7 @@ def _reader_of(readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> RowReade
 
 def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits, op: str = "open") -> folders.Frozen:
     source = folders.open_table(
-        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.is_filled_at_start, op=op
+        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.chooses_by_uses, op=op
     )
     what = f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table'
     return folders.to_frozen(what, source, config.row_dtype, table.default)

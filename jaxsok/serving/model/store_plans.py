@@ -120,11 +120,16 @@ class StorePlan:
         old: RowMap,
         changes: Sequence[Change],
         capacity: Callable[[int], int],
+        *,
+        keeps_places: bool,
     ) -> "StorePlan":
-        """Plans a store of some tables; `capacity` chooses its size from the rows needed."""
+        """Plans a store of some tables; `capacity` chooses its size from the rows needed.
+
+        With `keeps_places` rows that stay keep their row ids, which say whether they lie on the device.
+        """
         numbers = {table.name: number for number, table in enumerate(tables)}
         gone = {change.table.name: change.find_gone(old, numbers[change.table.name]) for change in changes}
-        is_fresh = len(changes) == len(tables) and all(change.gone is None for change in changes)
+        is_fresh = not keeps_places and len(changes) == len(tables) and all(change.gone is None for change in changes)
         if is_fresh:
             num_needed = sum(len(change.keys) for change in changes)
             row_map = RowMap(len(tables), capacity(num_needed))

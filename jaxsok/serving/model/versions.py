@@ -229,11 +229,7 @@ class Versions(AnyVersions):
         self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
         needed = max(
-            sum(
-                sum(frozen.frozen_bytes(table, source.num_rows + config.spare_rows, config.device_share).values())
-                for table, source in mine
-            )
-            for mine in owned
+            sum(sum(_bytes_of(config, table, source.num_rows).values()) for table, source in mine) for mine in owned
         )
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
@@ -375,7 +371,14 @@ class Versions(AnyVersions):
             if not change.is_empty:
                 of_store.setdefault(spec.places[change.table.name][0], []).append(change)
         return [
-            StorePlan.of(s, spec.stores[s], old, mine, functools.partial(self._capacity, old, is_roomy))
+            StorePlan.of(
+                s,
+                spec.stores[s],
+                old,
+                mine,
+                functools.partial(self._capacity, old, is_roomy),
+                keeps_places=not self._can_copy,
+            )
             for s, mine, old in ((s, mine, part.maps[s]) for s, mine in of_store.items())
         ]
 
@@ -399,7 +402,7 @@ class Versions(AnyVersions):
                 for write in writes:
                     put(write, write.after)
                     done += 1
-                jax.block_until_ready([store.rows for stores in parts for store in stores])
+                jax.block_until_ready(parts)
             except BaseException:
                 for write in writes[:done]:
                     put(write, write.before)
@@ -452,6 +455,12 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
                 f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
     return opened
+
+
+def _bytes_of(config: ModelConfig, table: frozen.FrozenTable, num_rows: int) -> dict[str, int]:
+    """Counts the device memory of a table's rows, spare ones included; those in host memory take none but the index."""
+    num_on_device = frozen.rows_on_device(num_rows, config.device_share) if config.device_share < 1 else None
+    return frozen.frozen_bytes(table, num_rows + config.spare_rows, num_on_device)
 
 
 def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
