@@ -143,7 +143,9 @@ def test_hps_hotness(tmp_path):
         (np.array([1, 2, 2**32], "<i8"), r"meta: byte 16: hotness: got 4294967296"),
     ):
         wrong.tofile(folder / "meta")
-        with pytest.raises(ValueError, match=f"{message}.*; take the file away, or give the model init_ec: false"):
+        with pytest.raises(
+            ValueError, match=f"{message}.*; take the file away, or give a model with a dynamic cache init_ec: false"
+        ):
             open_table(folder, table="user", dim=2, hotness=True)
         assert [records.frequency for records in open_table(folder, table="user", dim=2)] == [None]
 
