@@ -208,7 +208,7 @@ class FrozenOperands:
     scales: Float32[Array, " capacity"] | None
     """Scales of int8 and float8_e4m3fn rows; else None."""
     host_rows: Sequence[UInt8[Array, "_ row_bytes"]]
-    """None, or one array: the bytes of the rows beyond those of `rows`, in host memory."""
+    """No array, or one: the bytes of the rows beyond those of `rows`, in host memory."""
     embedding_shapes: Sequence[tuple[Any, ...]]
     """Shape of each feature's embedding: `dim` last, the bags before it. Sizes may be symbolic."""
     embedding_dtype: str
