@@ -277,13 +277,13 @@ def freeze(
         stored = (dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype
         table = table_that_reads(name, specs[name].dim, stored, default)
         export = functools.partial(collection.export_chunks, state, name, with_state=False)
-        sources.append((table, SizedRecords(num_rows[name], _Again(export))))
+        sources.append((table, SizedRecords(num_rows[name], _Export(export))))
     return freeze_records(sources, spare_rows=spare_rows, device_share=device_share, device=device)[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Again:
-    """What a function yields, each time anew."""
+class _Export:
+    """Records that a function yields, whenever they are read."""
 
     make: Callable[[], Iterator[Records]]
 
