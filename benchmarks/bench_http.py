@@ -8,7 +8,7 @@ Workload: `python -m jaxsok serve` in a process of its own, with 26 tables of 10
 Limit:    the same clients asking servers that do nothing but send as many bytes (`http_load.py`): no server that is
           faster could be told from these. On a machine with few cores the clients take time from the server.
 Command:  `python -m jaxsok bench --only http [--minutes 60]`
-Last result: none on a machine of its own yet.
+Last result: docs/results/serving.md (one H200, commit 804e4bd).
 
 The median, 99th and 99.9th percentile are of single requests, from the first byte that is sent to the last that
 arrives, after a first fifth of the time. While versions come, the server reads a new version of all rows of the 26

@@ -9,7 +9,7 @@ Workload: W1, all keys present, and again with 1% of unseen keys, which wait and
           used rows leave.
 Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.
 Command:  `python -m jaxsok bench --only life`
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/results/life.md (H200, commits 7db9096 and f1daeda).
 """
 
 import time

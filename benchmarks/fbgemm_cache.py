@@ -5,7 +5,7 @@ Workload: that of `bench_cache.py`: the same ids, of which the same share is in 
 Limit:    that of `bench_cache.py`.
 Command:  `python -m jaxsok bench --only cache` starts it first where torch and fbgemm_gpu can be imported; by hand:
           `python -m benchmarks.fbgemm_cache --out fbgemm_cache.json`.
-Last result: none yet.
+Last result: docs/results/serving.md (one H200, commit f1daeda).
 
 Tables are `MANAGED_CACHING` with `cache_load_factor` 0.1 and its LRU; each forward brings the missed rows before it
 reads. Measured with managed memory, the module's default, and with host memory that the device maps. Ids come from

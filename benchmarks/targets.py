@@ -328,7 +328,7 @@ def _lookups_under_updates(found: Found) -> float | None:
     return _over(*p99)
 
 
-def _cached(what: str, hit_rate: float) -> Reading:
+def _in_host_memory(what: str, hit_rate: float) -> Reading:
     """Returns the reading of the share of the link or of the whole limit, where the device reads host memory."""
 
     def reading(found: Found) -> float | None:
@@ -481,8 +481,12 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target("a changed row reaches an answer, at 1,000,000 rows/s", 5.0, _delay_s, is_least=False, unit=" s"),
     Target("99th percentile of lookups with such updates, over that without", 1.1, _lookups_under_updates, False),
-    Target("65,536 keys, half of them of rows in host memory, share of the link for these", 0.8, _cached("link", 0.5)),
-    Target("the same, a tenth of them, share of the link and the device's copy", 0.8, _cached("both", 0.9)),
+    Target(
+        "65,536 keys, half of them of rows in host memory, share of the link for these",
+        0.8,
+        _in_host_memory("link", 0.5),
+    ),
+    Target("the same, a tenth of them, share of the link and the device's copy", 0.8, _in_host_memory("both", 0.9)),
     Target("HTTP server, requests of 26 keys a second with a 99th percentile of 10 ms", 5000, _requests_per_s),
     Target("memory of the HTTP server from minute 10 to 60", 1.0, _growth_of_server, is_least=False, unit=" %"),
     Target(

@@ -569,7 +569,7 @@ def test_lookups_through_a_cache_are_compared_with_the_link(monkeypatch):
     (direct,) = targets.Found(recorder.records).all(records.FROM_HOST, notes={"part": "cache", "to_host": False})
     assert direct.notes["hit_rate"] == pytest.approx(0.54, abs=0.1)  # a tenth of the rows lies on the device
     assert 0 < direct.notes["link_ms"] < direct.limit_ms
-    assert targets._cached("link", 0.5)(targets.Found(recorder.records)) > 0
+    assert targets._in_host_memory("link", 0.5)(targets.Found(recorder.records)) > 0
     who = [(row[1], row[2], row[4]) for row in tables.cache_rows(recorder.records)[2:]]
     assert sorted(who) == [
         ("33", place, subject)
