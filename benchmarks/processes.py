@@ -1,16 +1,17 @@
-"""M1 with one process for each GPU: the sharded step where every process dispatches for its own device.
+"""Steps on a mesh with one process for each GPU, where every process dispatches for its own device.
 
 Question: what does a step cost when no host feeds several GPUs?
-Workload: M1 (26 tables of 2,000,000 rows, 128 floats, 8,192 samples a device, uniform keys), rowwise Adagrad; all keys
-          present; gradients are the embeddings.
-Limit:    the wire, in `bench_exchange.py`.
+Workload: as in `bench_exchange.py`: M1 (8,192 samples a device), W1 and W5 (their bags shared out); rowwise Adagrad, all
+          keys present, gradients are the embeddings.
+Limit:    the wire, in `bench_exchange.py`, and the step with its plan ready.
 Command:  one process a GPU, started together, each with its own number:
           `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454` and so on
-Last result: docs/performance.md, "Many GPUs".
+Last result: docs/results/many_gpus.md, "Four H200s".
 
-Wall time of 50 steps, the host waiting after the last; the median of five such batches. *planned*: the step with its
-plan ready; *pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand;
-*single*: `lookup(state, features)`, which loops for further rounds.
+Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same number
+of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
+*pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand; *forward*: an
+evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`.
 """
 
 import argparse
@@ -19,21 +20,25 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxsok
 from jaxsok.pipeline import Pipeline
 
-from .bench_exchange import Packed
-from .workloads import MESH_WORKLOADS
+from . import fill, peers, workloads
+from .bench_exchange import BAGS, Packed, default_scaling, mesh_of
+from .limits import varied_floats
+from .timing import list_launched
 
 NUM_KEY_SETS = 4
 STEPS = 50
-BATCHES = 5
-FILL_SAMPLES = 65_536  # keys per feature and device in a step that fills the tables
+REPETITIONS = 7
+OPTIMIZER = "rowwise_adagrad"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,75 +47,124 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-processes", type=int, required=True)
     parser.add_argument("--process-id", type=int, required=True)
     parser.add_argument("--coordinator", required=True, help="address and port of process 0, as localhost:23454")
+    parser.add_argument("--workloads", default="M1", help="of M1, M1-64, W1 and W5, as in M1,W1:zipf1.05,W5")
+    parser.add_argument("--wires", default="float32,bfloat16", help="dtypes of rows and gradients between devices")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rows and samples")
-    parser.add_argument("--repetitions", type=int, default=BATCHES)
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of process 0")
     options = parser.parse_args(arguments)
     local = [options.process_id] if jax.config.jax_platforms != "cpu" else None
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
-    measure(options)
+    for asked in options.workloads.split(","):
+        name, _, distribution = asked.partition(":")
+        Measured(name, distribution or "uniform", options).measure(options.wires.split(","))
     jax.distributed.shutdown()
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Fills the tables, then times the programs."""
-    workload = MESH_WORKLOADS["M1"].scale(options.scale)
-    num_local, process = jax.local_device_count(), options.process_id
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    names = [f"t{i}" for i in range(workload.num_tables)]
-    optimizer = jaxsok.optim.rowwise_adagrad(0.01)
-    collection = jaxsok.Collection(
-        [jaxsok.TableSpec(name, workload.dim, optimizer, capacity=workload.num_rows) for name in names],
-        [jaxsok.FeatureSpec(name, name) for name in names],
-        mesh=mesh,
-        axis="data",
-    )
-    state = collection.init(seed=0)
-    fill = jax.jit(lambda state, features: collection.lookup(state, features)[1], donate_argnums=0)
-    mine = min(FILL_SAMPLES, workload.num_rows) * num_local
-    for begin in range(0, workload.num_rows, mine * options.num_processes):
-        ids = np.minimum(np.arange(mine) + begin + process * mine, workload.num_rows - 1)
-        state = fill(state, collection.batch(dict.fromkeys(names, ids)).features)
-    rng = np.random.default_rng(process)
-    num_samples = workload.num_bags * num_local
-    batches = [
-        collection.batch({name: rng.integers(0, workload.num_rows, num_samples) for name in names})
-        for _ in range(NUM_KEY_SETS)
-    ]
-    pipeline = Pipeline(Packed(collection), itertools.cycle(batches))
-    pairs = iter(pipeline)
+class Measured:
+    """One workload on the devices of all processes, its tables filled, this process's samples packed."""
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, features):
-        embeddings, state, plan = collection.lookup(state, features)
-        return collection.update(state, plan, embeddings)
+    def __init__(self, name: str, distribution: str, options: argparse.Namespace):
+        """Fills the tables and draws the keys."""
+        whole = workloads.on_mesh(name).scale(options.scale)
+        self.workload = whole.on_devices(jax.device_count(), default_scaling(name))
+        self.label, self.options = f"{name} {distribution}", options
+        self.mesh = mesh_of(jax.device_count())
+        self.filled = fill.fill_tables(self.workload, OPTIMIZER, self.mesh)
+        drawn = workloads.draw_batches(self.workload, distribution, NUM_KEY_SETS, seed=0)
+        mine = self.workload.num_bags // options.num_processes
+        self.ids = [ids[:, options.process_id * mine : (options.process_id + 1) * mine] for ids in drawn]
+        self.say(f"{jax.device_count()} devices, {jax.devices()[0]}")
 
-    def time_step(name: str, run: Callable[[jaxsok.State, int], tuple]) -> None:
-        nonlocal state
-        state, _ = run(state, 0)
-        state, stats = run(state, 1)
-        stats.check()
+    def say(self, text: str) -> None:
+        """Prints a line, from one process."""
+        if self.options.process_id == 0:
+            print(f"{self.label}: {text}", flush=True)
+
+    def measure(self, wires: Sequence[str]) -> None:
+        """Times the programs for each dtype on the wire, and a forward by its side for M1."""
+        forms = ("rows",) if self.workload.hotness == 1 else ("rows", "bags")
+        for form, wire in itertools.product(forms, wires):
+            if (form, wire) == ("rows", "bfloat16") and len(forms) > 1:
+                continue  # rows of bags of several keys are there to compare
+            label = (BAGS if form == "bags" else "") + wire
+            exchange = jaxsok.ExchangeSpec(rows=wire, gradients=wire)
+            collection = fill.collection_of(self.workload, OPTIMIZER, self.mesh, exchange, form=form)
+            self.measure_steps(collection, label)
+        if self.label.startswith("M1"):
+            self.measure_take()
+
+    def measure_steps(self, collection: jaxsok.Collection, label: str) -> None:
+        """Times plan, step and forward of a collection."""
+        batches = [collection.batch(fill.raw_of(collection, self.workload, ids)) for ids in self.ids]
+        pipeline = Pipeline(Packed(collection), itertools.cycle(batches))
+        pairs = iter(pipeline)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state: jaxsok.State, features: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
+            embeddings, state, plan = collection.lookup(state, features)
+            return collection.update(state, plan, embeddings)
+
+        forward = jax.jit(collection.find)
+        self.time(f"{label} pipelined", step, lambda _: next(pairs)[1])
+        sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
+        plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
+        self.time(f"{label} planned", step, lambda i: plans[i % NUM_KEY_SETS])
+        self.time_reads(f"{label} plan", lambda i: collection.plan(batches[i].features, send_capacity=sizes))
+        self.time_reads(f"{label} forward", lambda i: forward(self.filled.state, plans[i])[0])
+
+    def measure_take(self) -> None:
+        """Times a forward of the table that a user of JAX writes today: `jnp.take` of an array split by its rows."""
+        split = NamedSharding(self.mesh, P(fill.AXIS))
+        num_rows = -(-self.workload.num_tables * self.workload.num_rows // self.mesh.size) * self.mesh.size
+        shape = (num_rows, self.workload.dim)
+        table = jax.jit(lambda: varied_floats(shape), out_shardings=split)()
+        base = np.arange(self.workload.num_tables, dtype=np.int32) * self.workload.num_rows
+        rows = [
+            jax.make_array_from_process_local_data(split, (ids + base[:, None, None]).reshape(-1, ids.shape[-1]))
+            for ids in self.ids
+        ]
+        read = jax.jit(peers.forward, out_shardings=split)
+        self.time_reads("float32 forward by jnp.take", lambda i: read(table, rows[i]))
+
+    def time(self, what: str, step: Callable[..., tuple], plan_of: Callable[[int], Any]) -> None:
+        """Times steps, which donate the state; prints the kernels of one if asked."""
+
+        def run(count: int) -> None:
+            state, stats = self.filled.state, None
+            for i in range(count):
+                state, stats = step(state, plan_of(i))
+            self.filled.state = state
+            jax.block_until_ready((state, stats))
+            assert stats is not None
+            self.stats = stats
+
+        self._time(what, run)
+        self.stats.check()
+
+    def time_reads(self, what: str, run_one: Callable[[int], Any]) -> None:
+        """Times calls that change nothing."""
+
+        def run(count: int) -> None:
+            results = None
+            for i in range(count):
+                results = run_one(i % NUM_KEY_SETS)
+            jax.block_until_ready(results)
+
+        self._time(what, run)
+
+    def _time(self, what: str, run: Callable[[int], None]) -> None:
+        run(2 * NUM_KEY_SETS)
         times = []
-        for _ in range(options.repetitions):
-            jax.block_until_ready(state)
+        for _ in range(self.options.repetitions):
             begin = time.perf_counter()
-            for i in range(STEPS):
-                state, waited = run(state, i)
-            jax.block_until_ready((state, waited))
+            run(STEPS)
             times.append((time.perf_counter() - begin) / STEPS * 1e3)
-        if process == 0:
-            rounds = np.asarray(stats.num_rounds).tolist()
-            print(f"{name}: {statistics.median(times):.3f} ms (least {min(times):.3f}), rounds {rounds}", flush=True)
-
-    if process == 0:
-        rows = sum(collection.num_rows(state).values())
-        print(f"{options.num_processes} processes, {jax.device_count()} devices, {rows} rows, {jax.devices()[0]}")
-    else:
-        collection.num_rows(state)  # It is a collective, so every process calls it.
-    time_step("pipelined", lambda state, i: step(state, next(pairs)[1]))
-    sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
-    plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
-    time_step("planned", lambda state, i: step(state, plans[i % NUM_KEY_SETS]))
-    time_step("single", lambda state, i: step(state, batches[i % NUM_KEY_SETS].features))
+        self.say(f"{what}: {statistics.median(times):.3f} ms (least {min(times):.3f})")
+        if self.options.profile:
+            launched = list_launched(functools.partial(run, NUM_KEY_SETS), NUM_KEY_SETS)
+            for kernel, (count, ms) in itertools.islice(launched.items(), 24):
+                self.say(f"    {what} {ms * 1e3:8.1f} us {count:6.1f} x {kernel[:90]}")
 
 
 if __name__ == "__main__":
