@@ -17,6 +17,7 @@ beyond the slots of the cache. Their bytes in host memory are counted apart, for
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -426,10 +427,11 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
     listed = (of_line + 1) * num_keys + 4 * (num_owners + 1)
     room = spec.num_shards * math.ceil(num_keys / capacity) * capacity
     num_bytes = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
+    together = operator.add if exchange.wire == "window" else max  # the window wire sorts both while gradients arrive
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
         sizes.JaxsokInsertWorkspaceBytes(room) + initial * (room + num_keys),
-        sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
+        together(*(sizes.JaxsokUpdateWorkspaceBytes(count, spec.dim) for count in (num_keys, received))),
     )
     plan = max(batches * planned, planned + listed)
     parts |= {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}

@@ -14,7 +14,8 @@ struct Step {
   BatchView batch{};
   UpdateSpec spec{};
   RowProgram program;
-  Array row_ids, is_live, step, hyper;
+  Array row_ids, is_live, step, hyper, num_nonfinite, num_stale;
+  void* workspace = nullptr;
 
   void Read(Call& call) {
     store = ReadStore(call);
@@ -42,11 +43,23 @@ struct Step {
       spec.num_uses = num_uses.as<float>();
     }
   }
-  LaunchError Launch(Stream stream, const GradientsView& gradients, const Array& num_nonfinite, const Array& num_stale,
-                     void* workspace) const {
-    return LaunchUpdate(stream, store.view, store.states, spec, hyper.as<float>(), step.as<uint32_t>(),
-                        is_live.as<bool>(), batch, row_ids.as<uint32_t>(), gradients, num_nonfinite.as<int32_t>(),
-                        num_stale.as<int32_t>(), workspace);
+  /// Reads the results, but for the workspace.
+  void ReadResults(Call& call) {
+    num_nonfinite = call.Result("num_nonfinite", ffi::S32, {store.view.num_tables});
+    num_stale = call.Result("num_stale", ffi::S32, {});
+  }
+  void ReadWorkspace(Call& call) { workspace = call.Workspace(UpdateWorkspaceBytes(batch.num_keys, store.view.dim)); }
+  UpdateArguments arguments() const {
+    return {store.states,
+            spec,
+            hyper.as<float>(),
+            step.as<uint32_t>(),
+            is_live.as<bool>(),
+            batch,
+            row_ids.as<uint32_t>(),
+            num_nonfinite.as<int32_t>(),
+            num_stale.as<int32_t>(),
+            workspace};
   }
 };
 
@@ -57,11 +70,9 @@ ffi::Error Update(Call& call) {
   RowArrays arrays(call, "gradients");
   arrays.AddOfFeatures(step.batch.num_features, call.num_operands_left(), [&] { return call.Operand("gradients"); });
   const GradientsView gradients = {arrays.dtype(), arrays.data()};
-  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
-  const Array num_stale = call.Result("num_stale", ffi::S32, {});
-  void* workspace = call.Workspace(UpdateWorkspaceBytes(step.batch.num_keys, step.store.view.dim));
-  return call.Launch(
-      [&](Stream stream) { return step.Launch(stream, gradients, num_nonfinite, num_stale, workspace); });
+  step.ReadResults(call);
+  step.ReadWorkspace(call);
+  return call.Launch([&](Stream stream) { return LaunchUpdate(stream, step.store.view, step.arguments(), gradients); });
 }
 
 /// Sums the gradients of a batch by request, sends the sums to the owners of the rows, and steps these rows.
@@ -83,30 +94,33 @@ ffi::Error UpdateWindow(Call& call) {
   ReadMeeting(call);
   const int64_t num_lines = step.batch.num_keys;
   const int32_t dim = step.store.view.dim;
-  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
-  const Array num_stale = call.Result("num_stale", ffi::S32, {});
+  step.ReadResults(call);
   // Not empty if gradients are sent as bfloat16, which are widened before the step.
   const Array widened = call.Result("widened", ffi::F32, {-1, dim});
   const bool is_float32 = widened.size(0) == 0;
   if (!is_float32) call.CheckShape("widened", widened.dims(), {num_lines, dim});
   const Array num_uses = call.Result("num_uses", ffi::S32, {num_lines});
-  const int64_t most_uses = std::max(num_lines, bags.num_keys);
-  void* workspace = call.Workspace(UpdateWorkspaceBytes(most_uses, dim));
+  void* workspace_of_bags = call.Workspace(UpdateWorkspaceBytes(bags.num_keys, dim));
+  step.ReadWorkspace(call);
   return call.Launch([&](Stream stream) -> LaunchError {
     const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
     const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
-    WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes);
+    Stream beside;
+    WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes, &beside);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
-    LaunchError error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags,
-                                               target, dtype, num_uses.as<int32_t>(), workspace);
+    LaunchError error = LaunchSortUses(beside, step.store.view, step.arguments());
+    if (error == nullptr) {
+      error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags, target,
+                                     dtype, num_uses.as<int32_t>(), workspace_of_bags);
+    }
     if (error == nullptr) error = exchange.Meet(stream);
     if (error == nullptr && !is_float32) {
       error = LaunchWiden(stream, exchange.received(), widened.num_elements(), widened.as<float>());
     }
     if (error != nullptr) return error;
     const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
-    return exchange.Done(step.Launch(stream, {kRowDtypeFloat32, &arrived}, num_nonfinite, num_stale, workspace));
+    return exchange.Done(LaunchStepRows(stream, step.store.view, step.arguments(), {kRowDtypeFloat32, &arrived}));
   });
 }
 
@@ -125,16 +139,17 @@ ffi::Error UpdateBagsWindow(Call& call) {
   call.Require(is_float32 || lines.dtype() == ffi::BF16, "lines", "wanted float32 or bfloat16");
   ReadMeeting(call);
   const int64_t num_lines = num_shards * lines.size(0);
-  const Array num_nonfinite = call.Result("num_nonfinite", ffi::S32, {step.store.view.num_tables});
-  const Array num_stale = call.Result("num_stale", ffi::S32, {});
+  step.ReadResults(call);
   // Not empty if gradients are sent as bfloat16, which are widened before the step.
   const Array widened = call.Result("widened", ffi::F32, {is_float32 ? 0 : num_lines, dim});
-  void* workspace = call.Workspace(UpdateWorkspaceBytes(step.batch.num_keys, dim));
+  step.ReadWorkspace(call);
   return call.Launch([&](Stream stream) -> LaunchError {
-    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * lines.num_bytes());
+    Stream beside;
+    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * lines.num_bytes(), &beside);
     if (exchange.error() != nullptr) return exchange.error();
     if (num_shards != exchange.num_shards()) return "features: wanted one for each shard";
-    LaunchError error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
+    LaunchError error = LaunchSortUses(beside, step.store.view, step.arguments());
+    if (error == nullptr) error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
     if (error == nullptr) error = exchange.Meet(stream);
     if (error == nullptr && !is_float32) {
       error = LaunchWiden(stream, exchange.received(), widened.num_elements(), widened.as<float>());
@@ -146,7 +161,7 @@ ffi::Error UpdateBagsWindow(Call& call) {
       gradients.push_back(static_cast<const float*>(arrived) + s * lines.size(0) * dim);
     }
     return exchange.Done(
-        step.Launch(stream, {kRowDtypeFloat32, gradients.data()}, num_nonfinite, num_stale, workspace));
+        LaunchStepRows(stream, step.store.view, step.arguments(), {kRowDtypeFloat32, gradients.data()}));
   });
 }
 

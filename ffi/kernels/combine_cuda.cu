@@ -180,8 +180,9 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   if (batch.num_keys != 0 && batch.num_tiles != 0) {
     ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes));
     JAXSOK_RETURN_IF_LAUNCH(
-        LaunchUses(stream, out, pointers, batch, w, dim, dim * static_cast<int32_t>(sizeof(float)), end_bit));
+        LaunchUses(stream, out, pointers, batch, w, dim, dim * static_cast<int32_t>(sizeof(float))));
   }
   if (row_gradients.IsWindow()) return nullptr;
   int lanes = 1;

@@ -77,10 +77,26 @@ inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32
 ///          depend on the seed, the step, and the key and table that the batch gives for a use of the row
 ///          (core/row_dtype.h).
 /// Order  : core/row_update.h.
-LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,
-                         const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
-                         int32_t* num_stale, void* workspace);
+struct UpdateArguments {
+  StateView states;
+  UpdateSpec spec;
+  const float* hyper;
+  const uint32_t* step;
+  const bool* is_live;
+  BatchView batch;
+  const uint32_t* row_ids;
+  int32_t* num_nonfinite;
+  int32_t* num_stale;
+  void* workspace;
+};
+LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArguments& a,
+                         const GradientsView& gradients);
+
+/// LaunchUpdate in two parts. The first sorts the uses by row and reads no gradient, so that it may run while gradients
+/// arrive. The CPU does all in the second.
+LaunchError LaunchSortUses(Stream stream, const StoreView& store, const UpdateArguments& a);
+LaunchError LaunchStepRows(Stream stream, const StoreView& store, const UpdateArguments& a,
+                           const GradientsView& gradients);
 
 }  // namespace jaxsok
 

@@ -201,10 +201,16 @@ struct StepView {
 
 }  // namespace
 
-LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,
-                         const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
-                         int32_t* num_stale, void* workspace) {
+LaunchError LaunchSortUses(Stream, const StoreView&, const UpdateArguments&) { return nullptr; }
+
+LaunchError LaunchStepRows(Stream stream, const StoreView& store, const UpdateArguments& a,
+                           const GradientsView& gradients) {
+  return LaunchUpdate(stream, store, a, gradients);
+}
+
+LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArguments& a,
+                         const GradientsView& gradients) {
+  const auto& [states, spec, hyper, step, is_live, batch, row_ids, num_nonfinite, num_stale, workspace] = a;
   const int32_t dim = store.dim;
   if (dim < 1 || dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
   if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";

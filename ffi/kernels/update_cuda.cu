@@ -38,19 +38,19 @@ __global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int3
 }
 
 template <typename Row>
-LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
-                 const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a, const GradientPointers& gradients,
+                 UsesWorkspace& w) {
   switch (a.spec.optimizer) {
     case kOptimizerSgd:
-      return StepOf<Row, Sgd>::Launch(stream, store, a, gradients, w, end_bit);
+      return StepOf<Row, Sgd>::Launch(stream, store, a, gradients, w);
     case kOptimizerAdagrad:
-      return StepOf<Row, Adagrad>::Launch(stream, store, a, gradients, w, end_bit);
+      return StepOf<Row, Adagrad>::Launch(stream, store, a, gradients, w);
     case kOptimizerRowwiseAdagrad:
-      return StepOf<Row, RowwiseAdagrad>::Launch(stream, store, a, gradients, w, end_bit);
+      return StepOf<Row, RowwiseAdagrad>::Launch(stream, store, a, gradients, w);
     case kOptimizerAdam:
-      return StepOf<Row, Adam>::Launch(stream, store, a, gradients, w, end_bit);
+      return StepOf<Row, Adam>::Launch(stream, store, a, gradients, w);
     case kOptimizerProgram:
-      return ProgramOf<Row>::Launch(stream, store, a, gradients, w, end_bit);
+      return ProgramOf<Row>::Launch(stream, store, a, gradients, w);
     default:
       return "unknown optimizer";
   }
@@ -58,31 +58,41 @@ LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a
 
 }  // namespace
 
-LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,
-                         const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
-                         int32_t* num_stale, void* workspace) {
-  if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
-  JAXSOK_RETURN_IF_LAUNCH(CheckStates(spec.optimizer, states, store.dim));
-  FeaturePointers<const void> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers(gradients.data, batch.num_features, pointers));
+LaunchError LaunchSortUses(Stream stream, const StoreView& store, const UpdateArguments& a) {
+  const BatchView& batch = a.batch;
   const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
-  JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));
+  JAXSOK_RETURN_IF_LAUNCH(CutUses(a.workspace, batch.num_keys, store.dim, end_bit, &w));
   // Only ragged features have positions outside all bags, which no block lists.
   const int64_t num_rows = batch.num_offsets > 0 ? batch.num_keys : 0;
   const unsigned blocks = BlocksFor(std::max<int64_t>({num_rows, store.num_tables, 1}), kMostPrepareBlocks);
-  PrepareUpdateKernel<<<blocks, kBlock, 0, stream>>>(num_nonfinite, store.num_tables, num_stale, w.num_long, w.rows,
+  PrepareUpdateKernel<<<blocks, kBlock, 0, stream>>>(a.num_nonfinite, store.num_tables, a.num_stale, w.num_long, w.rows,
                                                      w.positions, num_rows);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
-  const PlannedPositions positions{batch.keys, row_ids, is_live, store.capacity, num_stale};
+  const PlannedPositions positions{batch.keys, a.row_ids, a.is_live, store.capacity, a.num_stale};
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, positions, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  const int32_t gradient_bytes = gradients.dtype == kRowDtypeFloat32 ? 4 : 2;
-  const UpdateArguments a{states, spec, hyper, step, batch, gradient_bytes, num_nonfinite};
+  return SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes);
+}
+
+LaunchError LaunchStepRows(Stream stream, const StoreView& store, const UpdateArguments& a,
+                           const GradientsView& gradients) {
+  if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
+  JAXSOK_RETURN_IF_LAUNCH(CheckStates(a.spec.optimizer, a.states, store.dim));
+  if (a.batch.num_keys == 0 || a.batch.num_tiles == 0) return nullptr;
+  GradientPointers pointers{{}, gradients.dtype == kRowDtypeFloat32 ? 4 : 2};
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers(gradients.data, a.batch.num_features, pointers.of_feature));
+  UsesWorkspace w;
+  JAXSOK_RETURN_IF_LAUNCH(CutUses(a.workspace, a.batch.num_keys, store.dim, BitsBelow(store.capacity), &w));
   return WithRowDtype(store.row_dtype,
-                      [&](auto number) { return Step<decltype(number)>(stream, store, a, pointers, w, end_bit); });
+                      [&](auto number) { return Step<decltype(number)>(stream, store, a, pointers, w); });
+}
+
+LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArguments& a,
+                         const GradientsView& gradients) {
+  JAXSOK_RETURN_IF_LAUNCH(LaunchSortUses(stream, store, a));
+  return LaunchStepRows(stream, store, a, gradients);
 }
 
 }  // namespace jaxsok

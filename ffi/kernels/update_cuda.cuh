@@ -292,7 +292,7 @@ ApplyByRow<Step, Row, true> OfSums(const ApplyByRow<Step, Row, false>& apply) {
 
 template <typename Step, typename Row, bool kRowGradients>
 LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArguments& a,
-                         const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+                         const GradientPointers& gradients, UsesWorkspace& w) {
   ApplyStep<Step, Row, kRowGradients> apply;
   apply.store = store;
   apply.batch = a.batch;
@@ -304,19 +304,19 @@ LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArgu
   apply.num_nonfinite = a.num_nonfinite;
   apply.inverse_dim = (store.dim & (store.dim - 1)) == 0 ? 1.0f / static_cast<float>(store.dim) : 0.0f;
   const LaneShape shape = std::is_same_v<Row, float> ? LaneShape::Of(store.dim) : LaneShape::OfRows16(store.dim);
-  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit, shape,
-                    {kBlock, 0});
+  return LaunchUses(stream, apply, gradients.of_feature, a.batch, w, store.dim, store.dim * gradients.number_bytes,
+                    shape, {kBlock, 0});
 }
 
 template <typename Row, typename Step>
 LaunchError StepOf<Row, Step>::Launch(Stream stream, const StoreView& store, const UpdateArguments& a,
-                                      const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+                                      const GradientPointers& gradients, UsesWorkspace& w) {
   if constexpr (!std::is_same_v<Row, float>) {
-    if (a.gradient_bytes != static_cast<int32_t>(sizeof(Row))) {
-      return LaunchStepAs<Step, Row, false>(stream, store, a, gradients, w, end_bit);
+    if (gradients.number_bytes != static_cast<int32_t>(sizeof(Row))) {
+      return LaunchStepAs<Step, Row, false>(stream, store, a, gradients, w);
     }
   }
-  return LaunchStepAs<Step, Row, true>(stream, store, a, gradients, w, end_bit);
+  return LaunchStepAs<Step, Row, true>(stream, store, a, gradients, w);
 }
 
 }  // namespace jaxsok

@@ -7,29 +7,24 @@
 
 namespace jaxsok {
 
-/// The inputs of an update other than the store.
-struct UpdateArguments {
-  const StateView& states;
-  const UpdateSpec& spec;
-  const float* hyper;
-  const uint32_t* step;
-  const BatchView& batch;
-  int32_t gradient_bytes;  // of one number
-  int32_t* num_nonfinite;
+/// The bag gradients of each feature.
+struct GradientPointers {
+  FeaturePointers<const void> of_feature;
+  int32_t number_bytes;
 };
 
-/// The kernels that step the rows whose uses are listed, by an optimizer of core/row_update.h (update_cuda.cuh).
+/// The kernels that step the rows whose uses are sorted, by an optimizer of core/row_update.h (update_cuda.cuh).
 template <typename Row, typename Step>
 struct StepOf {
   static LaunchError Launch(Stream stream, const StoreView& store, const UpdateArguments& a,
-                            const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
+                            const GradientPointers& gradients, UsesWorkspace& w);
 };
 
 /// The kernels that do the same by a row program (update_program_cuda.cuh).
 template <typename Row>
 struct ProgramOf {
   static LaunchError Launch(Stream stream, const StoreView& store, const UpdateArguments& a,
-                            const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
+                            const GradientPointers& gradients, UsesWorkspace& w);
 };
 
 }  // namespace jaxsok

@@ -418,7 +418,7 @@ struct ApplyProgram {
 
 template <typename Row>
 LaunchError ProgramOf<Row>::Launch(Stream stream, const StoreView& store, const UpdateArguments& a,
-                                   const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+                                   const GradientPointers& gradients, UsesWorkspace& w) {
   ApplyProgram<Row> apply;
   apply.store = store;
   apply.batch = a.batch;
@@ -434,8 +434,8 @@ LaunchError ProgramOf<Row>::Launch(Stream stream, const StoreView& store, const 
   const int per_lane = ShapePerLane(store.dim, shape);
   BlockShape block;
   JAXSOK_RETURN_IF_LAUNCH(apply.Translate(*a.spec.program, shape.vector, per_lane, &block));
-  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit, shape,
-                    block);
+  return LaunchUses(stream, apply, gradients.of_feature, a.batch, w, store.dim, store.dim * gradients.number_bytes,
+                    shape, block);
 }
 
 }  // namespace jaxsok

@@ -887,13 +887,11 @@ struct LaunchSums {
   }
 };
 
-/// Launches sort, sum and long, after the uses are listed. `end_bit`: row ids differ in the bits below it. `shape`: how
-/// lanes share a row.
+/// Launches sum and long, after the uses are sorted. `shape`: how lanes share a row.
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
-                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit,
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes,
                               LaneShape shape, BlockShape block) {
-  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes));
   const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
   const LaunchSums<Apply> sums{stream, apply, gradients, view, w, batch.num_keys, shape, block};
   if constexpr (Apply::kStepsRows16) {
@@ -904,8 +902,8 @@ inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePo
 
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
-                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit) {
-  return LaunchUses(stream, apply, gradients, batch, w, dim, line_bytes, end_bit, LaneShape::Of(dim), {kBlock, 0});
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes) {
+  return LaunchUses(stream, apply, gradients, batch, w, dim, line_bytes, LaneShape::Of(dim), {kBlock, 0});
 }
 
 }  // namespace jaxsok

@@ -73,6 +73,7 @@ struct Windows {
 struct WindowDevice {
   Group* group = nullptr;
   WindowMember member;
+  SideStream* side = nullptr;
   std::mutex mutex;  // held during an exchange: threads that call for one device take turns
   int64_t most_seconds = 0;
   std::mutex adding;                              // guards the vector
@@ -198,7 +199,9 @@ LaunchError WaitOnHost(Group& group, int32_t shard, int64_t most_seconds) {
 
 }  // namespace
 
-WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes) {
+WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes,
+                               Stream* beside)
+    : stream_(stream) {
   WindowDevice* found = DeviceOf(window, device);
   if (found == nullptr) {
     error_ = kNoWindow;
@@ -220,11 +223,16 @@ WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, Wi
   }
   if (error_ != nullptr) return;
   windows_ = windows->received;
-  error_ = Wait(stream);
+  if (beside != nullptr) {
+    error_ = Fork(device_->side, stream, beside);
+    has_work_beside_ = error_ == nullptr;
+  }
+  if (error_ == nullptr) error_ = Wait(stream);
 }
 
 WindowExchange::~WindowExchange() {
   if (device_ == nullptr) return;
+  if (has_work_beside_) Join(device_->side, stream_);  // the call has failed; its arrays may be given back
   if (!is_done_) {
     std::lock_guard<std::mutex> lock(device_->group->mutex);
     device_->group->Fail("a shard failed between the parts of an exchange");
@@ -294,6 +302,10 @@ LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) con
 void* WindowExchange::received() const { return windows_[device_->member.shard]; }
 
 LaunchError WindowExchange::Meet(Stream stream) {
+  if (has_work_beside_) {
+    has_work_beside_ = false;
+    if (LaunchError error = Join(device_->side, stream)) return error;
+  }
   tag_ |= 0x8000;  // so that the two barriers of an exchange differ
   return Wait(stream);
 }
@@ -421,7 +433,7 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
       device->member.num_shards = num_shards;
       device->member.failure = group.shared;
       device->most_seconds = most_seconds;
-      if (LaunchError error = PrepareDevice(of_group[s], of_group, num_shards)) return error;
+      if (LaunchError error = PrepareDevice(of_group[s], of_group, num_shards, &device->side)) return error;
       set->devices[of_group[s]] = std::move(device);
     }
   }

@@ -52,7 +52,14 @@ LaunchError ImportWindow(int32_t, const WindowHandle&, char**) { return "process
 
 void ReleaseImported(int32_t, char*) {}
 
-LaunchError PrepareDevice(int32_t, const int32_t*, int32_t) { return nullptr; }
+LaunchError PrepareDevice(int32_t, const int32_t*, int32_t, SideStream**) { return nullptr; }
+
+LaunchError Fork(SideStream*, Stream stream, Stream* beside) {
+  *beside = stream;
+  return nullptr;
+}
+
+LaunchError Join(SideStream*, Stream) { return nullptr; }
 
 WindowFailure* TakeFailure(int32_t) { return new WindowFailure{}; }
 

@@ -235,7 +235,12 @@ void ReleaseImported(int32_t device, char* window) {
   });
 }
 
-LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers) {
+struct SideStream {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t forked = nullptr, ended = nullptr;
+};
+
+LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers, SideStream** side) {
   return OnDevice(device, [&]() -> LaunchError {
     for (int32_t p = 0; p < num_peers; ++p) {
       if (peers[p] == device || peers[p] < 0) continue;
@@ -247,9 +252,28 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
         return cudaGetErrorString(error);
       }
     }
+    *side = new SideStream;  // for good, as windows are
+    JAXSOK_RETURN_IF_CUDA(cudaStreamCreateWithFlags(&(*side)->stream, cudaStreamNonBlocking));
+    JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&(*side)->forked, cudaEventDisableTiming));
+    JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&(*side)->ended, cudaEventDisableTiming));
     JAXSOK_RETURN_IF_LAUNCH(Load(BarrierKernel));  // see WaitForThreads
     return Load(SumKernel);
   });
+}
+
+// While `stream` is recorded for a CUDA graph, the second stream is, too: its work is a branch of the graph.
+
+LaunchError Fork(SideStream* side, Stream stream, Stream* beside) {
+  JAXSOK_RETURN_IF_CUDA(cudaEventRecord(side->forked, stream));
+  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(side->stream, side->forked, 0));
+  *beside = side->stream;
+  return nullptr;
+}
+
+LaunchError Join(SideStream* side, Stream stream) {
+  JAXSOK_RETURN_IF_CUDA(cudaEventRecord(side->ended, side->stream));
+  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(stream, side->ended, 0));
+  return nullptr;
 }
 
 WindowFailure* TakeFailure(int32_t device) {

@@ -669,10 +669,17 @@ class Machine {
     const bool has_tables = random_.Below(2) == 0;
     BatchView view = has_tables ? of_table_0.View() : batch.View();
     view.tables = has_tables ? tables.data() : nullptr;
-    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, &update_step, is_live, view,
-                                   row_ids.data(), given.View(), num_nonfinite.data(), &num_stale,
-                                   Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))) == nullptr,
-                      seed_);
+    const UpdateArguments arguments{store_.state_view,
+                                    spec,
+                                    hyper,
+                                    &update_step,
+                                    is_live,
+                                    view,
+                                    row_ids.data(),
+                                    num_nonfinite.data(),
+                                    &num_stale,
+                                    Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))};
+    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, arguments, given.View()) == nullptr, seed_);
     Uses uses;
     const auto row_of = [&](int64_t i) { return row_ids[i] < model_.capacity ? row_ids[i] : kNoRow; };
     for (int f = 0; f < batch.num_features(); ++f) {

@@ -117,7 +117,6 @@ def update_window(
     `slots` has the line of each key of the bags; the step has a key for each line that arrives.
     """
     num_lines, dim = step.row_ids.shape[0], store.rows[0].shape[1]
-    most_keys = max(num_lines, slots.shape[0])
     store, out = call_on_store(
         "jaxsok_update_window",
         store,
@@ -128,7 +127,8 @@ def update_window(
         | {
             "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
             "num_uses": result(slots, (num_lines,), "int32"),
-            "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", most_keys, dim),
+            "workspace_of_bags": workspace(slots, "JaxsokUpdateWorkspaceBytes", slots.shape[0], dim),
+            "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", num_lines, dim),
         },
         **_STEPPED,
         **step.attributes(),
