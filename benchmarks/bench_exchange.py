@@ -221,7 +221,7 @@ class Sharded:
 
     def _plan_all(self) -> None:
         jax.block_until_ready(self.filled.state)
-        pipeline = Pipeline(Packed(self.collection), self.batches)
+        pipeline = Pipeline(Packed(self.collection), self.batches, prefetch=0)
         for _ in pipeline:
             pass
         # The largest chosen capacity: one program serves all sets.
@@ -417,7 +417,7 @@ class Sharded:
         sent = self._count_sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
         whole = "pipelined" if self.num_devices > 1 else "single"
         for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):
-            pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), ahead=ahead)
+            pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), ahead=ahead, prefetch=0)
             batches = iter(pipeline)
             for _ in range(2):  # The first step is a program of its own.
                 carry, (loss, stats) = run_next(batches, carry)
@@ -505,7 +505,7 @@ class Sharded:
         return dataclasses.replace(timing, call_ms=call_ms)
 
     def _time_pipeline(self, step: Step) -> tuple[Timing, dict[str, Any]]:
-        pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches))
+        pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches), prefetch=0)
         batches = iter(pipeline)
 
         def run(state, _):

@@ -1,15 +1,15 @@
 """Steps on a mesh with one process for each GPU, where every process dispatches for its own device.
 
 Question: what does a step cost when no host feeds several GPUs?
-Workload: as in `bench_exchange.py`: M1 (8,192 samples a device), W1 and W5 (their bags shared out); rowwise Adagrad, all
-          keys present, gradients are the embeddings.
+Workload: as in `bench_exchange.py`: M1 (8,192 samples a device), W1 and W5 (their bags shared out); rowwise Adagrad,
+          all keys present, gradients are the embeddings.
 Limit:    the wire, in `bench_exchange.py`, and the step with its plan ready.
 Command:  one process a GPU, started together, each with its own number:
           `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454` and so on
 Last result: docs/results/many_gpus.md, "Four H200s".
 
-Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same number
-of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
+Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
+number of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
 *pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand; *forward*: an
 evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`.
 """
@@ -97,7 +97,7 @@ class Measured:
     def measure_steps(self, collection: jaxsok.Collection, label: str) -> None:
         """Times plan, step and forward of a collection."""
         batches = [collection.batch(fill.raw_of(collection, self.workload, ids)) for ids in self.ids]
-        pipeline = Pipeline(Packed(collection), itertools.cycle(batches))
+        pipeline = Pipeline(Packed(collection), itertools.cycle(batches), prefetch=0)
         pairs = iter(pipeline)
 
         @functools.partial(jax.jit, donate_argnums=0)

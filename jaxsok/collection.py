@@ -282,7 +282,9 @@ class Collection:
           staleness: d: the next d batches are looked up before the updates between them, so that the rows of a batch
             miss d updates (fewer for the first batches, and after `drain`). It includes lookahead.
           micro_batches: how many batches one update takes, where there are lookups ahead.
-          prefetch: batches that a thread reads and packs further ahead, at least 1.
+          prefetch: batches that a thread reads and packs further ahead. 0: the calling thread does so when their turn
+            comes, which is faster where it costs next to nothing, as with `HostBatch`es: threads that wake each other
+            cost 0.1 to 0.4 ms a batch (docs/results/many_gpus.md).
 
         Returns:
           An iterator. Its `get_state()` is that of a Grain iterator as it was after the batch handed out last.
@@ -301,7 +303,7 @@ class Collection:
         checks.integer("pipeline: lookahead", lookahead, 0)
         checks.integer("pipeline: staleness", staleness, 0)
         checks.integer("pipeline: micro_batches", micro_batches, 1)
-        checks.integer("pipeline: prefetch", prefetch, 1)
+        checks.integer("pipeline: prefetch", prefetch, 0)
         if lookahead > max(1, staleness):
             raise ValueError(
                 f"pipeline: lookahead: got {lookahead} with staleness {staleness}, wanted at most {max(1, staleness)}: "

@@ -1,9 +1,10 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-A thread reads raw batches and packs them. When batch k is handed out, the next one is packed and its copy to the
-devices has begun, and the one after that is read and packed while the caller dispatches step k. On a GPU a copy waits
-for the programs that were dispatched before it, and runs at the same time as later ones: the copy of batch k + 1 runs
-during step k. Therefore nothing that reads a batch is dispatched before the step that follows its packing.
+A thread reads raw batches and packs them; it is the caller's if nothing is to be prefetched. When batch k is handed
+out, the next one is packed and its copy to the devices has begun, and the one after that is read and packed while the
+caller dispatches step k. On a GPU a copy waits for the programs that were dispatched before it, and runs at the same
+time as later ones: the copy of batch k + 1 runs during step k. Therefore nothing that reads a batch is dispatched
+before the step that follows its packing.
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
@@ -16,7 +17,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,6 +70,18 @@ class LookAhead:
         return self.num_batches and max(self.num_batches, self.micro_batches)
 
 
+class _CallersThread(concurrent.futures.Executor):
+    """Runs each call at once, in the thread that submits it; Ctrl-C is not kept for later."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class Pipeline:
     """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested."""
 
@@ -96,7 +109,7 @@ class Pipeline:
         self._state = self._state_of_batches()
         self._is_read = False  # by the thread: there is nothing more to read, or reading failed
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline")
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else _CallersThread()
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
 
@@ -169,12 +182,12 @@ class Pipeline:
     def _pack(self, num_batches: int) -> None:
         """Lets the thread read and pack until there are `num_batches` batches, or no more; waits for the first."""
         while len(self._packed) < num_batches and not self._is_read:
-            self._packed.append(self._thread.submit(self._read_and_pack, current_settings()))
+            self._packed.append(self._reader.submit(self._read_and_pack, current_settings()))
         if self._packed:
             self._packed[0].exception()
 
     def _read_and_pack(self, settings: tuple | None) -> tuple[Packing, Any] | None:
-        """Returns the next batch and the iterator's state after it; None at the end. Runs in the thread."""
+        """Returns the next batch and the iterator's state after it; None at the end. Runs in the reader's thread."""
         if self._is_read:
             return None
         try:

@@ -596,7 +596,7 @@ def test_arguments_of_the_pipeline_are_checked():
         ({"lookahead": 2}, "pipeline: lookahead: got 2 with staleness 0, wanted at most 1"),
         ({"lookahead": -1}, "pipeline: lookahead"),
         ({"staleness": 1.5}, "pipeline: staleness"),
-        ({"prefetch": 0}, "pipeline: prefetch"),
+        ({"prefetch": -1}, "pipeline: prefetch"),
         ({"staleness": 1, "micro_batches": 2}, "pipeline: micro_batches"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -109,11 +109,11 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     assert len(pipeline.send_capacities[0]) == 2
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "num_ahead"), [(NUM_SHARDS, PLANS_AHEAD + PACKED_AHEAD), (1, PACKED_AHEAD), (None, PACKED_AHEAD)]
-)
-def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
-    """When batch k is handed out, its followers have been drawn and packed; a thread reads the last of them."""
+@pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
+@pytest.mark.parametrize(("num_shards", "num_plans"), [(NUM_SHARDS, PLANS_AHEAD), (1, 0), (None, 0)])
+def test_the_next_batches_are_under_way_before_the_step(num_shards, num_plans, prefetch):
+    """When batch k is handed out, its followers have been drawn and packed; a thread reads those to prefetch."""
+    num_ahead = num_plans + prefetch
     drawn = []
 
     def raws():
@@ -121,9 +121,8 @@ def test_the_next_batches_are_under_way_before_the_step(num_shards, num_ahead):
             drawn.append(step)
             yield even(step)
 
-    pipeline = collection(num_shards).pipeline(raws())
+    pipeline = collection(num_shards).pipeline(raws(), prefetch=prefetch)
     assert drawn == []
-    assert num_ahead >= 1
     for step, _ in enumerate(pipeline):
         assert min(step + num_ahead, 5) <= len(drawn) <= min(step + 1 + num_ahead, 5)
 
@@ -170,7 +169,8 @@ def test_nothing_reads_the_iterator_after_a_break(num_shards):
     assert next(reader) is not None and not running
 
 
-def test_an_error_of_the_reader_comes_in_its_turn():
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_reader_comes_in_its_turn(prefetch):
     """The batches before it are handed out first; then it is raised, and the thread has ended."""
 
     def raws():
@@ -180,7 +180,7 @@ def test_an_error_of_the_reader_comes_in_its_turn():
 
     seen = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for batch, _ in collection(None).pipeline(raws()):
+        for batch, _ in collection(NUM_SHARDS).pipeline(raws(), prefetch=prefetch):
             seen.append(batch)
     assert len(seen) == 2
 
@@ -194,8 +194,9 @@ def test_the_settings_of_the_caller_hold_where_batches_are_packed():
     assert [batch["label"].dtype for batch, _ in collection(1).pipeline(raws)] == [np.float32] * 3
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
-def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards):
+def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards, prefetch):
     class Reader(list):
         def __iter__(self):
             return self
@@ -208,7 +209,8 @@ def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards):
         def get_state(self):
             return len(self)
 
-    pipeline = collection(num_shards).pipeline(Reader({**even(0), "number": np.full(NUM_SAMPLES, i)} for i in range(7)))
+    raws = Reader({**even(0), "number": np.full(NUM_SAMPLES, i)} for i in range(7))
+    pipeline = collection(num_shards).pipeline(raws, prefetch=prefetch)
     seen = []
     for most in (2, 1, 7):
         for batch, _ in itertools.islice(pipeline, most):
@@ -219,6 +221,17 @@ def test_a_second_loop_goes_on_where_the_first_broke_off(num_shards):
 def test_an_empty_log():
     """An empty log gives no batch, no plan and no error."""
     assert list(collection().pipeline([])) == list(collection(None).pipeline([])) == []
+
+
+def test_ctrl_c_while_the_caller_reads_is_raised_at_once():
+    """Without a thread that reads, it comes from the reader; no batch is handed out first."""
+
+    def raws():
+        yield even(0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(collection(NUM_SHARDS).pipeline(raws(), prefetch=0)))
 
 
 def test_a_short_last_batch_is_padded():
