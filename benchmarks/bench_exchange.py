@@ -388,32 +388,16 @@ class Sharded:
 
         Then the same with lookups ahead, exact and one update stale.
         """
-        import optax
-
         from benchmarks import dlrm
 
-        collection, same = self.collection, self.collection.shards.same
-        optimizer = optax.adagrad(0.01)
-
-        def make():
-            params = dlrm.init(jax.random.key(0), len(collection.features), self.workload.dim)
-            return params, optimizer.init(params)
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step(carry, plan, dense, labels):
-            state, params, opt_state = carry
-            embeddings, state, plan = collection.lookup(state, plan)
-            loss, (g_params, g_embeddings) = jax.value_and_grad(dlrm.loss, (0, 1))(params, embeddings, dense, labels)
-            state, stats = collection.update(state, plan, g_embeddings)
-            updates, opt_state = optimizer.update(g_params, opt_state, params)
-            dense_part = lax.with_sharding_constraint((optax.apply_updates(params, updates), opt_state), same)
-            return (state, *dense_part), (loss, stats)
+        collection = self.collection
+        step = dlrm.step_of(collection)
 
         def run_next(batches, carry):
             batch, plan = next(batches)
             return step(carry, plan, batch["dense"], batch["label"])
 
-        carry = (self.filled.state, *jax.jit(make, out_shardings=same)())
+        carry = (self.filled.state, *dlrm.init_on_mesh(collection, self.workload.dim))
         sent = self._count_sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
         whole = "pipelined" if self.num_devices > 1 else "single"
         for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):

@@ -4,17 +4,26 @@ Bottom MLP 13-512-256-dim, dot interaction of its output with the embeddings, to
 and sums in float32, matrices multiplied in bfloat16. Written with arrays alone: what is measured is the step, not a
 library of layers.
 
-Fed by nothing; feeds `bench_exchange.py`. Not here: tables.
+Fed by nothing; feeds `bench_exchange.py` and `processes.py`. Not here: tables.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import lax
+
+import jaxsok
 
 NUM_DENSE = 13
 """Numbers of a sample in addition to its keys."""
+
+OPTIMIZER = optax.adagrad(0.01)
+"""Of the dense part."""
 
 BOTTOM = (512, 256)
 TOP = (1024, 1024, 512, 256)
@@ -59,6 +68,32 @@ def loss(params: dict[str, Layers], embeddings: Mapping[str, jax.Array], dense: 
     first = jnp.concatenate([weights[:dim], of_pairs])
     logits = _mlp([(first, biases), *top], inputs)[:, 0].astype(jnp.float32)
     return jnp.mean(jax.nn.softplus(logits) - labels * logits)
+
+
+def init_on_mesh(collection: jaxsok.Collection, dim: int) -> tuple[Any, Any]:
+    """Returns parameters and the state of their optimizer, the same on each device of a collection."""
+
+    def make() -> tuple[Any, Any]:
+        params = init(jax.random.key(0), len(collection.features), dim)
+        return params, OPTIMIZER.init(params)
+
+    return jax.jit(make, out_shardings=collection.shards.same)()
+
+
+def step_of(collection: jaxsok.Collection) -> Callable[..., tuple]:
+    """Returns a training step: (state, params, opt_state), plan, dense numbers, labels -> the same, (loss, stats)."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry: tuple, plan: Any, dense: jax.Array, labels: jax.Array) -> tuple:
+        state, params, opt_state = carry
+        embeddings, state, plan = collection.lookup(state, plan)
+        mean, (g_params, g_embeddings) = jax.value_and_grad(loss, (0, 1))(params, embeddings, dense, labels)
+        state, stats = collection.update(state, plan, g_embeddings)
+        updates, opt_state = OPTIMIZER.update(g_params, opt_state, params)
+        stepped = optax.apply_updates(params, updates), opt_state
+        return (state, *lax.with_sharding_constraint(stepped, collection.shards.same)), (mean, stats)
+
+    return step
 
 
 def _mlp(layers: Layers, x: jax.Array) -> jax.Array:

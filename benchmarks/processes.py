@@ -11,7 +11,8 @@ Last result: docs/results/many_gpus.md, "Four H200s".
 Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
 number of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
 *pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand; *forward*: an
-evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`.
+evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`; *DLRM*: the step of `dlrm.py`,
+pipelined.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsok
-from jaxsok.pipeline import Pipeline
+from jaxsok.pipeline import LookAhead, Pipeline
 
-from . import fill, peers, workloads
+from . import dlrm, fill, peers, workloads
 from .bench_exchange import BAGS, Packed, default_scaling, mesh_of
 from .limits import varied_floats
 from .timing import list_launched
@@ -82,7 +83,7 @@ class Measured:
             print(f"{self.label}: {text}", flush=True)
 
     def measure(self, wires: Sequence[str]) -> None:
-        """Times the programs for each dtype on the wire, and a forward by its side for M1."""
+        """Times the programs for each dtype on the wire; for M1 also DLRM, and a forward by XLA alone."""
         forms = ("rows",) if self.workload.hotness == 1 else ("rows", "bags")
         for form, wire in itertools.product(forms, wires):
             if (form, wire) == ("rows", "bfloat16") and len(forms) > 1:
@@ -92,6 +93,7 @@ class Measured:
             collection = fill.collection_of(self.workload, OPTIMIZER, self.mesh, exchange, form=form)
             self.measure_steps(collection, label)
         if self.label.startswith("M1"):
+            self.measure_dlrm(fill.collection_of(self.workload, OPTIMIZER, self.mesh))
             self.measure_take()
 
     def measure_steps(self, collection: jaxsok.Collection, label: str) -> None:
@@ -112,6 +114,29 @@ class Measured:
         self.time(f"{label} planned", step, lambda i: plans[i % NUM_KEY_SETS])
         self.time_reads(f"{label} plan", lambda i: collection.plan(batches[i].features, send_capacity=sizes))
         self.time_reads(f"{label} forward", lambda i: forward(self.filled.state, plans[i])[0])
+
+    def measure_dlrm(self, collection: jaxsok.Collection) -> None:
+        """Times the step of MLPerf's DLRM: alone, with an exact lookup ahead, and with one that is an update stale."""
+        rng = np.random.default_rng(self.options.process_id)
+        num_samples = self.ids[0].shape[1]
+        rest = {
+            "dense": rng.random((num_samples, dlrm.NUM_DENSE), np.float32),
+            "label": rng.integers(0, 2, num_samples).astype(np.float32),
+        }
+        batches = [collection.batch(fill.raw_of(collection, self.workload, ids) | rest) for ids in self.ids]
+        step, dense_part = dlrm.step_of(collection), dlrm.init_on_mesh(collection, self.workload.dim)
+        for name, ahead in (("", LookAhead()), (", exact ahead", LookAhead(1)), (", stale ahead", LookAhead(1, 1))):
+            pairs = iter(Pipeline(Packed(collection), itertools.cycle(batches), ahead=ahead, prefetch=0))
+
+            def run(state: jaxsok.State, pair: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
+                nonlocal dense_part
+                batch, plan = pair
+                (state, *dense_part), (_, stats) = step((state, *dense_part), plan, batch["dense"], batch["label"])
+                return state, stats
+
+            self.time(f"DLRM{name}", run, lambda _, pairs=pairs: next(pairs))
+            while self.filled.state.ahead:
+                self.filled.state, _ = run(collection.drain(self.filled.state), next(pairs))
 
     def measure_take(self) -> None:
         """Times a forward of the table that a user of JAX writes today: `jnp.take` of an array split by its rows."""
