@@ -4,7 +4,7 @@ Question: what does a step on a mesh cost, how does it scale, and how much of it
 Workload: M1 and M1-64 (8,192 samples a device: weak scaling), W1 and W5 (their bags shared out: strong scaling).
 Limit:    one all-to-all of as many bytes as the step sends, in float32 (`wire_limit`), measured in the same run.
 Command:  `python -m jaxsok bench --only exchange --workloads M1,W1,W5 [--devices 2]`
-Last result: docs/results/many_gpus.md (4 x H200, commit cf2546e).
+Last result: docs/results/many_gpus.md (4 x H100, commit abef7e2).
 
 Two programs. *Planned*: the plan, which exchanges the keys, is a program of its own, with the send capacity that
 `Collection.pipeline` chooses; the step has one round and no loop. It is measured without its plan ("planned"), the plan

@@ -4,7 +4,7 @@ Question: what does a step on the same GPUs cost in the framework that PyTorch u
 Workload: M1, W1 and W5 with the ids of `workloads.py`, and the DLRM of `dlrm.py` on M1's tables.
 Limit:    that of jaxsok's step on a mesh (`bench_exchange.py`), measured in a run of its own.
 Command:  `torchrun --standalone --nproc-per-node 2 -m benchmarks.torchrec_peer --out torchrec.jsonl`
-Last result: docs/results/many_gpus.md (2 x H100).
+Last result: docs/results/many_gpus.md (4 x H100).
 
 One process a GPU. Tables are an `EmbeddingBagCollection` in float32 with fused rowwise Adagrad and no bounds check,
 sharded by TorchRec's planner, by rows, and by tables. "bfloat16" is TorchRec's quantized communication of rows and
