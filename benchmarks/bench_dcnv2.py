@@ -5,8 +5,7 @@ Workload: 26 tables of 128 floats, 204,184,588 rows in all, 214 keys a sample, b
           with their first key (Zipf 1.05), or uniform keys. All rows are in the tables before anything is timed.
 Limit:    none; the parts are compared with the whole.
 Command:  `python -m jaxsok bench --only dcnv2 [--devices 4] [--optimizers adagrad] [--seconds 120]`
-Last result: 2026-11-23, H200, 16 cores (docs/performance.md), three runs of 12 s, rowwise Adagrad: 3.06 M samples/s,
-          21.4 ms a batch, of which the dense part takes 16.0 alone and the tables 5.0.
+Last result: docs/results/dcnv2.md (4 x H100, commit 50edf7d, and one H200).
 
 "train" is the whole: files, packing, copy, plan, step, for `--seconds` three times; the median counts. The parts:
 
