@@ -98,6 +98,8 @@ class WindowExchange {
   LaunchError error() const { return error_; }
   int32_t num_shards() const;
   int32_t shard() const;
+  /// Returns whether there is a stream beside, until `Meet`.
+  bool has_work_beside() const { return has_work_beside_; }
   /// Returns where this shard writes: part p of its rows goes into the window of shard p, at the place of this shard.
   LineTarget Target(int64_t lines_of_part, int64_t line_bytes) const;
   /// Returns what the others wrote, by shard, once all have met.

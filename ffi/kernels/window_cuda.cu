@@ -9,8 +9,9 @@
 namespace jaxsok {
 namespace {
 
-constexpr int kFlight = 8;            // loads of 16 bytes in flight per thread
-constexpr int kMostPushBlocks = 264;  // with 64 blocks of 512 threads the link of an H200 is nearly full
+constexpr int kFlight = 8;  // loads of 16 bytes in flight per thread
+constexpr int kMostPushBlocks = 264;
+constexpr int kFewPushBlocks = 64;  // of 512 threads: the link is nearly full, and other multiprocessors are free
 
 __device__ __forceinline__ uint64_t LoadAcquire(const uint64_t* at) {
   uint64_t value;
@@ -169,9 +170,10 @@ LaunchError Load(Kernel* kernel) {
 LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                              int64_t stride_bytes) {
   const int num_shards = exchange.num_shards();
+  const int most_blocks = exchange.has_work_beside() ? kFewPushBlocks : kMostPushBlocks;
   WithWord(WordBytes(part_bytes, lines), [&](auto word) {
     using Word = decltype(word);
-    const int of_part = CopyBlocks<Word>(part_bytes, std::max(1, kMostPushBlocks / num_shards));
+    const int of_part = CopyBlocks<Word>(part_bytes, std::max(1, most_blocks / num_shards));
     PushKernel<Word><<<num_shards * of_part, 512, 0, stream>>>(exchange.Target(1, part_bytes),
                                                                static_cast<const char*>(lines), part_bytes,
                                                                stride_bytes, exchange.shard(), num_shards);
