@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32, Shaped, UInt8, UInt32
 from jaxsok import checks, initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.host_slabs import bytes_of, new_host_rows
+from jaxsok.interchange.files import RecordChunks
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
@@ -54,9 +55,9 @@ class FrozenTable:
     name: str
     dim: int
     """Numbers in a row: 1 to 1024."""
-    default: float = 0.0
+    default: float = checks.declare(0.0, checks.number)
     """The number that a missing key reads, in every column."""
-    dtype: FrozenDtype = "float32"
+    dtype: FrozenDtype = checks.declare("float32", checks.one_of, choices=DTYPES)
     """The dtype of stored rows; embeddings are float32."""
     initial: initializers.InitialRows | None = None
     """The row of such a key in training, read in place of `default`. Rounded to rows of 16 bits, not of 8."""
@@ -66,9 +67,7 @@ class FrozenTable:
             raise TypeError(f"FrozenTable: name: got {self.name!r}, wanted a name.")
         what = f'FrozenTable "{self.name}"'
         checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}", "an integer")
-        checks.field(self, what, "default", checks.number)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(DTYPES)}.")
+        checks.check_fields(self, what)
         if self.initial is not None and not isinstance(self.initial, initializers.InitialRows):
             raise TypeError(f"{what}: initial: got {self.initial!r}, wanted InitialRows or None.")
         if self.initial is not None and self.default != 0.0:
@@ -194,7 +193,7 @@ def require_tables(op: str, tables: Any, *, on_device: bool = False) -> None:
 
 
 class RecordSource(Protocol):
-    """Rows of one table, streamed, as `interchange.files.RecordChunks` and `SizedRecords`."""
+    """Rows of one table, streamed, as `RecordChunks` and `SizedRecords`."""
 
     @property
     def num_rows(self) -> int:
@@ -277,18 +276,8 @@ def freeze(
         stored = (dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype
         table = table_that_reads(name, specs[name].dim, stored, default)
         export = functools.partial(collection.export_chunks, state, name, with_state=False)
-        sources.append((table, SizedRecords(num_rows[name], _Export(export))))
+        sources.append((table, RecordChunks(num_rows[name], table.dim, {}, export)))
     return freeze_records(sources, spare_rows=spare_rows, device_share=device_share, device=device)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Export:
-    """Records that a function yields, whenever they are read."""
-
-    make: Callable[[], Iterator[Records]]
-
-    def __iter__(self) -> Iterator[Records]:
-        return self.make()
 
 
 def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initializers.InitialRows) -> FrozenTable:
@@ -473,11 +462,9 @@ def _empty_store(table: FrozenTable, num_on_device: int, num_in_host: int, devic
             rows=jnp.zeros((num_on_device, table.dim), table.dtype),
             scales=(jnp.zeros(num_on_device + num_in_host, jnp.float32),) if table.is_quantized else (),
         )
-        store = jax.device_put(store, device)
-        if not num_in_host:
-            return store
         row_bytes = table.dim * jnp.dtype(table.dtype).itemsize
-        return dataclasses.replace(store, host_rows=(new_host_rows(device, num_in_host, row_bytes),))
+        host_rows = (new_host_rows(device, num_in_host, row_bytes),) if num_in_host else ()
+    return dataclasses.replace(jax.device_put(store, device), host_rows=host_rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

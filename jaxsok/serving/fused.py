@@ -5,8 +5,9 @@ default, or its initial row in training.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,37 +97,35 @@ def _look_up(
     if not tables.is_fused and not is_counted and len(inputs) > 1:
         return {name: lookup(tables, {name: given})[name] for name, given in inputs.items()}, None
     stores, _ = guards.refuse_transforms("lookup", tables=tables.stores, inputs=None)
+    tables = dataclasses.replace(tables, stores=stores)
     parts = [_read(tables, name, given) for name, given in inputs.items()]
-    by_store = _by_store(parts)
+    all_counts = len(tables.tables), len(types.COUNTS)
+    if not parts:
+        return {}, jnp.zeros(all_counts, jnp.int32) if is_counted else None
+    embeddings, _, counts = _call(tables, parts, is_counted=is_counted)
+    read = {part.store for part in parts}
+    asked = np.array([i for i, (s, _) in enumerate(tables.spec.places.values()) if s in read])
+    if counts is not None and len(asked) < len(tables.tables):
+        counts = jnp.zeros(all_counts, jnp.int32).at[asked].set(counts)
+    clipped = [part for part in parts if part.is_clipped_in_bags]
+    finished = {part.name: part.finish(embeddings[part.name]) for part in parts if not part.is_clipped_in_bags}
+    finished |= _combine_clipped(tables, clipped, embeddings) if clipped else {}
+    return {name: finished[name] for name in inputs}, counts
+
+
+def _call(
+    tables: FrozenTables, parts: "Sequence[_Part]", *more: kernels.FrozenOperands, is_counted: bool = False
+) -> tuple[dict[str, Array], list[list[Array]], Array | None]:
+    """Looks up inputs in one call; gives their results by name, those of `more` operands, and counts."""
+    by_store = {s: [part for part in parts if part.store == s] for s in sorted({part.store for part in parts})}
     for of_store in by_store.values():
         if len(of_store) > (most := types.MAX_FEATURES):
             raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {most}.")
-    if not parts:
-        return {}, jnp.zeros((len(tables.tables), len(types.COUNTS)), jnp.int32) if is_counted else None
-    operands = [_operands(stores[s], tables.spec.words[s], of_store) for s, of_store in by_store.items()]
-    counts, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=is_counted)
-    asked = np.array([i for i, (s, _) in enumerate(tables.spec.places.values()) if s in by_store])
-    if counts is not None and len(asked) < len(tables.tables):
-        counts = jnp.zeros((len(tables.tables), len(types.COUNTS)), jnp.int32).at[asked].set(counts)
-    embeddings = {
-        part.name: value if part.is_clipped_in_bags else part.finish(value) for part, value in _pairs(by_store, values)
-    }
-    clipped = [part for part in parts if part.is_clipped_in_bags]
-    if clipped:
-        embeddings |= _combine_clipped(dataclasses.replace(tables, stores=stores), clipped, embeddings)
-    return {name: embeddings[name] for name in inputs}, counts
-
-
-def _by_store(parts: "Sequence[_Part]") -> "dict[int, list[_Part]]":
-    return {s: [part for part in parts if part.store == s] for s in sorted({part.store for part in parts})}
-
-
-def _pairs(
-    by_store: "Mapping[int, Sequence[_Part]]", values: Sequence[Sequence[Array]]
-) -> "Iterator[tuple[_Part, Array]]":
-    """Yields the inputs and their results, of a call for these stores and perhaps others."""
-    for of_store, lines in zip(by_store.values(), values, strict=False):
-        yield from zip(of_store, lines, strict=True)
+    operands = [_operands(tables.stores[s], tables.spec.words[s], of_store) for s, of_store in by_store.items()]
+    counts, values = kernels.lookup_frozen([*operands, *more], jnp.asarray(SEED), is_counted=is_counted)
+    names = [part.name for of_store in by_store.values() for part in of_store]
+    found = itertools.chain(*values[: len(operands)])
+    return dict(zip(names, found, strict=True)), values[len(operands) :], counts
 
 
 def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -> kernels.FrozenOperands:
@@ -280,12 +279,9 @@ def _combine_clipped(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
 
     Rows are read again with weights that clip them. A store without keys, whose rows read 1, sums weights to divisors.
     """
-    by_store = _by_store(parts)
-    operands = []
-    for s, of_store in by_store.items():
-        bags = [_sum_bags(part, _factors(rows[part.name], part.given.max_norm)) for part in of_store]
-        operands.append(_operands(tables.stores[s], tables.spec.words[s], bags))
+    bags = [_sum_bags(part, _factors(rows[part.name], part.given.max_norm)) for part in parts]
     divided = [part for part in parts if part.given.combiner != "sum"]
+    operands = []
     if divided:
         factors = [part.weights if part.given.combiner == "sqrtn" else None for part in divided]
         ones = [_sum_bags(dataclasses.replace(part, table=0), f) for part, f in zip(divided, factors, strict=True)]
@@ -295,9 +291,8 @@ def _combine_clipped(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
             rows=jnp.zeros((1, 1), jnp.float32),
         )
         operands.append(_operands(no_keys, _ONES.words[0], ones))
-    _, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=False)
-    sums = {part.name: value for part, value in _pairs(by_store, values)}
-    for part, line in zip(divided, values[-1] if divided else (), strict=True):
+    sums, of_ones, _ = _call(tables, bags, *operands)
+    for part, line in zip(divided, itertools.chain(*of_ones), strict=True):
         divisor = jnp.sqrt(line) if part.given.combiner == "sqrtn" else line
         factor = 1.0 / jnp.where(divisor == 0, 1.0, divisor)
         sums[part.name] = jnp.where(divisor != 0, sums[part.name] * factor, 0.0)

@@ -31,23 +31,21 @@ class LookupSpec:
     """
 
     table: str
-    combiner: Combiner | None = None
+    combiner: Combiner | None = checks.declare(None, checks.one_of, choices=COMBINERS)
     """The operation on the rows of a bag; None: a row for each key, as of `LookupLayer`."""
-    max_norm: float | None = None
+    max_norm: float | None = checks.declare(
+        None, checks.optional(checks.number), low=0, wanted="a number from 0, or None"
+    )
     """The L2 norm that longer rows are scaled down to before they are combined."""
-    dim: int | None = None
+    dim: int | None = checks.declare(
+        None, checks.optional(checks.integer), low=1, high=MAX_DIM, wanted=f"1 to {MAX_DIM}, or None"
+    )
     """The dim of the table, checked where it is given; Linen's `init` without tables needs it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"LookupSpec: table: got {self.table!r}, wanted the name of a table.")
-        what = f'LookupSpec "{self.table}"'
-        if self.combiner not in COMBINERS:
-            raise ValueError(f"{what}: combiner: got {self.combiner!r}, wanted one of {list(COMBINERS)}.")
-        if self.max_norm is not None:
-            checks.field(self, what, "max_norm", checks.number, 0, wanted="a number from 0, or None")
-        if self.dim is not None:
-            checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}, or None")
+        checks.check_fields(self, f'LookupSpec "{self.table}"')
 
 
 def _read_spec(op: str, given: Any) -> LookupSpec:
