@@ -46,7 +46,6 @@ class TableSource:
     unknown: float | InitialRows | str | None = None
     """The row of an absent key in training: a number in every column, or its initial row; a text describes rows that
     served tables cannot compute; None: the files do not say."""
-    num_tombstones: int = 0  # number of keys in `tombstones`
     tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(default=lambda: iter(()), repr=False)
     """Gives keys (uint64) in chunks that are gone since the base; of several deltas, some may be among the rows again,
     or come twice. A delta removes them before its rows come in."""
@@ -107,7 +106,6 @@ def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: 
         uuid=last["uuid"],
         base=first["base"] if is_delta else None,
         unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
-        num_tombstones=sum(file.entry["num_rows"] for file in gone),
         tombstones=lambda: (_cut(keys, key_bits) for keys in key_batches(gone)),
     )
 

@@ -492,7 +492,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         with pytest.raises(kind, match=message):
             artifact.load_model(path)
 
-    program, manifest = artifact.files.PROGRAM, artifact.files.MANIFEST
+    program, manifest = artifact.files.PROGRAMS["program"], artifact.files.MANIFEST
 
     def flip(path):
         content = bytearray(path.read_bytes())
@@ -506,7 +506,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         (path / manifest).write_text(json.dumps(content))
 
     expect_refusal("another checksum than the manifest", lambda path: flip(path / program))
-    expect_refusal("another checksum than the manifest", lambda path: flip(path / artifact.files.UNFUSED))
+    expect_refusal("another checksum than the manifest", lambda path: flip(path / artifact.files.PROGRAMS["unfused"]))
     expect_refusal("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
     expect_refusal("got no such file", lambda path: (path / program).unlink())
     expect_refusal("without model.json", lambda path: (path / manifest).unlink())

@@ -19,9 +19,10 @@ from jaxsok.types import MAX_DIM
 
 FORMAT = "jaxsok-model"
 VERSION = 1
-PROGRAM, MANIFEST = "model.stablehlo", "model.json"
-UNFUSED = "model_unfused.stablehlo"
-"""The program that makes a call for each input of a lookup; only where it is another one."""
+MANIFEST = "model.json"
+PROGRAMS = {"program": "model.stablehlo", "unfused": "model_unfused.stablehlo"}
+"""The file of each program, by its entry in the manifest. An unfused one makes a call for each input of a lookup; it is
+there only where it is another one."""
 
 
 class ArtifactError(ServingError):
@@ -35,10 +36,12 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
         shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
         outputs.append({"name": name, "shape": shape, "dtype": aval.dtype.name})
     for of_store in tables.spec.stores:
-        entries_of = [{"name": table.name, "default": float(table.default)} for table in of_store]
-        for table, entry in zip(of_store, entries_of, strict=True):
-            entry |= {} if table.initial is None else {"initial": table.initial.to_json()}
-        stores.append({"dim": of_store[0].dim, "dtype": of_store[0].dtype, "tables": entries_of})
+        named = [
+            {"name": table.name, "default": float(table.default)}
+            | ({} if table.initial is None else {"initial": table.initial.to_json()})
+            for table in of_store
+        ]
+        stores.append({"dim": of_store[0].dim, "dtype": of_store[0].dtype, "tables": named})
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -77,15 +80,13 @@ _MODEL = entries(
 
 
 def write(path: pathlib.Path, programs: Mapping[str, bytes], manifest: dict[str, Any]) -> None:
-    """Writes the programs by file name, and the manifest, into a temporary folder, which then gets its name."""
-    for entry, file in (("program", PROGRAM), ("unfused", UNFUSED)):
-        if file in programs:
-            digest = hashlib.sha256(programs[file]).hexdigest()
-            manifest = {**manifest, entry: {"bytes": len(programs[file]), "sha256": digest}}
+    """Writes the programs, by their entries, and the manifest into a temporary folder, which then gets its name."""
+    for entry, program in programs.items():
+        manifest = {**manifest, entry: {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
     with published.new_folder("export_model", path) as folder:
-        for file, program in programs.items():
-            (folder / file).write_bytes(program)
+        for entry, program in programs.items():
+            (folder / PROGRAMS[entry]).write_bytes(program)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 

@@ -144,9 +144,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     export = jax_export(op)
     manifest = files.read_manifest(op, path)
     programs = {}
-    for entry, file in (("program", path / files.PROGRAM), ("unfused", path / files.UNFUSED)):
-        if entry not in manifest:
-            continue
+    for entry, file in ((entry, path / name) for entry, name in files.PROGRAMS.items() if entry in manifest):
         program = bytearray(files.read_program(op, file, manifest[entry]))
         try:
             programs[entry] = export.deserialize(program)

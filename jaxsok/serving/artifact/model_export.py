@@ -15,7 +15,6 @@ from jaxtyping import Array
 from jaxsok.features import Bags
 from jaxsok.kernels import library
 from jaxsok.serving.artifact import files, key_paths
-from jaxsok.serving.artifact.files import PROGRAM, UNFUSED
 from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
 from jaxsok.serving.artifact.model import jax_export
 from jaxsok.serving.errors import require_table
@@ -123,22 +122,23 @@ def export_model(
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes = _argument_shapes(export, tables, inputs)
     jitted = {
-        file: jax.jit(functools.partial(program, is_fused)) for file, is_fused in ((PROGRAM, True), (UNFUSED, False))
+        "program": jax.jit(functools.partial(program, True)),
+        "unfused": jax.jit(functools.partial(program, False)),
     }
-    traced = {file: function.trace(*shapes).jaxpr for file, function in jitted.items()}
-    if str(traced[PROGRAM]) == str(traced[UNFUSED]):
-        del jitted[UNFUSED]
+    traced = {entry: function.trace(*shapes).jaxpr for entry, function in jitted.items()}
+    if str(traced["program"]) == str(traced["unfused"]):
+        del jitted["unfused"]
     exported = {
-        file: export.export(function, platforms=tuple(dict.fromkeys(platforms)), disabled_checks=checks)(*shapes)
-        for file, function in jitted.items()
+        entry: export.export(function, platforms=tuple(dict.fromkeys(platforms)), disabled_checks=checks)(*shapes)
+        for entry, function in jitted.items()
     }
     try:
-        serialized = {file: bytes(program.serialize()) for file, program in exported.items()}
+        serialized = {entry: bytes(program.serialize()) for entry, program in exported.items()}
     except (OverflowError, ValueError) as error:
         wanted = "wanted one below 2 GB"
         raise ValueError(f"{op}: model: got one that jax.export cannot write ({error}), {wanted}.") from error
-    lookups = _lookups(traced[PROGRAM], shapes, tables, inputs)
-    files.write(path, serialized, {**files.manifest_of(exported[PROGRAM], tables, inputs), "lookups": lookups})
+    lookups = _lookups(traced["program"], shapes, tables, inputs)
+    files.write(path, serialized, {**files.manifest_of(exported["program"], tables, inputs), "lookups": lookups})
 
 
 def _lookups(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,29 +55,30 @@ class Counter:
     def add(self, table: str | None = None, **more: int) -> None:
         """Adds to the counts of all tables together, and to those of a table if one is named."""
         with self._lock:
-            for counts in (self._stats, *([self._tables[table]] if table else [])):
-                for name, number in more.items():
-                    setattr(counts, name, getattr(counts, name) + number)
+            _add(self._stats, more)
+            if table is not None:
+                _add(self._tables[table], more)
 
     def add_later(self, **more: Any) -> None:
         """Adds numbers that the device is to deliver: when counts are asked for, or if too many wait."""
         with self._lock:
             self._later.append(more)
             if len(self._later) > _MOST_LATER:
-                self._settle(self._later.pop(0))
-
-    def _settle(self, more: dict[str, Any]) -> None:
-        """Adds numbers of the device; waits for them. Under the lock."""
-        for name, number in more.items():
-            setattr(self._stats, name, getattr(self._stats, name) + int(np.asarray(number)))
+                _add(self._stats, self._later.pop(0))
 
     def stats(self) -> CacheStats:
         """Returns the counts of all tables together; waits for programs that insert rows."""
         with self._lock:
             while self._later:
-                self._settle(self._later.pop(0))
+                _add(self._stats, self._later.pop(0))
             return dataclasses.replace(self._stats)
 
     def tables(self) -> dict[str, TableCounts]:
         with self._lock:
             return {name: dataclasses.replace(counts) for name, counts in self._tables.items()}
+
+
+def _add(counts: TableCounts, more: Mapping[str, Any]) -> None:
+    """Adds numbers by name, of the host or of a device, for which it waits."""
+    for name, number in more.items():
+        setattr(counts, name, getattr(counts, name) + int(np.asarray(number)))

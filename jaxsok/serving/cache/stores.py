@@ -156,25 +156,30 @@ class DeviceStores:
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
     def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
-        """Overwrites the cached rows of batches, drops those of batches without lines, and sets a given source."""
+        """Overwrites the cached rows of batches, drops those of batches without lines, and sets a given source.
+
+        Returns how many rows it has overwritten; waits for the device.
+        """
         for batch in batches:
             self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
-        counts = []
+        written, dropped = [], []
         with self.lock:
             self.require_open()
             stores = list(self.arrays)
             for batch in batches:
                 s, operands = batch.store, (stores[batch.store], batch.words, batch.ids)
                 if batch.lines is None:
-                    stores[s], num_dropped = programs.drop(*operands)
-                    counts.append((0, num_dropped))
+                    stores[s], count = programs.drop(*operands)
+                    dropped.append(count)
                 else:
-                    stores[s], num_written = programs.overwrite(*operands, batch.lines)
-                    counts.append((num_written, 0))
+                    stores[s], count = programs.overwrite(*operands, batch.lines)
+                    written.append(count)
             self.arrays = tuple(stores)
             if source is not None:
                 self.source, self._epoch = source, self._epoch + 1
-        return self._count(counts, "refreshed", "removed")
+        num_written = sum(map(int, written))
+        self._counter.add(refreshed=num_written, removed=sum(map(int, dropped)))
+        return num_written
 
     @contextlib.contextmanager
     def keep_out(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:
@@ -249,12 +254,6 @@ class DeviceStores:
             owned = jax.device_put(lines, self.device, may_alias=False)  # as what is donated has to be
             stores.append(dataclasses.replace(store, statistics=(owned,)))
         self.arrays, self._clock = tuple(stores), len(ticks)
-
-    def _count(self, pairs: Sequence[Sequence[Any]], *names: str) -> int:
-        """Counts pairs of numbers on the device under two names, and returns the first sum; waits for the device."""
-        sums = {name: sum(int(np.asarray(pair[i])) for pair in pairs) for i, name in enumerate(names)}
-        self._counter.add(None, **sums)
-        return sums[names[0]]
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
         with jax.default_device(self.device):

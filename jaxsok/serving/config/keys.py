@@ -13,7 +13,6 @@ SECRETS = ("password", "brokers")  # keys whose values are never shown: a URL ma
 REQUIRED = object()  # the default of a key without one
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 _FLOAT32_MAX = 3.4028234663852886e38
-ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")  # of `jaxsok.row_dtype`
 
 
 @dataclasses.dataclass(frozen=True)

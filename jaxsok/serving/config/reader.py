@@ -49,9 +49,6 @@ _REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
         "Session.update or by `python -m jaxsok serve --watch`"
     },
 }
-_REFUSED_CACHES = {
-    "stochastic": "HPS has disabled it, too: take dynamic",
-}
 MOST_IN_REDIS = 2**18 - 1  # keys in a command: with more, HPS's manual warns of obscure errors
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 _MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
@@ -368,8 +365,8 @@ class _Reader:
             if "embedding_cache_type" in given and kind != "static":
                 self.note_no_effect(at, kind, "use_static_table makes it static, as in HPS")
             values["embedding_cache_type"] = kind = "static"
-        if kind in _REFUSED_CACHES:
-            self.refuse(at, kind, '"dynamic", "static" or "uvm"', _REFUSED_CACHES[kind])
+        if kind == "stochastic":
+            self.refuse(at, kind, '"dynamic", "static" or "uvm"', "HPS has disabled it, too: take dynamic")
         if kind == "dynamic" and values["gpucache"] and values["gpucacheper"] == 0.0:
             at, remedy = f"{path}.gpucacheper", "set gpucache to false to read all rows from host memory"
             self.refuse(at, given.get("gpucacheper"), "a number above 0 for a dynamic cache", remedy)

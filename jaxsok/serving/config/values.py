@@ -11,12 +11,10 @@ from typing import Any, Literal
 
 from jaxsok.serving.config import keys
 from jaxsok.serving.config.keys import Key, Keys, column, declare, without_effect
+from jaxsok.serving.frozen import DTYPES
 from jaxsok.types import MAX_DIM
 
 Tier = Literal["device", "cache", "host"]
-Volatile = Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"]
-Persistent = Literal["disabled", "rocks_db"]
-OverflowPolicy = Literal["evict_random", "evict_least_used", "evict_oldest"]
 
 _UNREAD = "HPS does not read it from this file, either"
 _OLDER = "it is of an older HPS: 24.06 does not read it, either"
@@ -107,7 +105,7 @@ class ModelConfig:
     fuse_embedding_table: bool | None = declare(keys.BOOL, None)
     """True: one call looks up all tables of a request. None: the configuration's value, else True: answers are the
     same to the bit, without HPS's restrictions (disjoint keys, all tables in each request)."""
-    row_dtype: str | None = declare(keys.among(keys.ROW_DTYPES), None, block="jaxsok")
+    row_dtype: str | None = declare(keys.among(DTYPES), None, block="jaxsok")
     """The dtype of rows on the device; None: as in the files."""
     spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
     """Free rows of each table, for new keys of updates in place."""
@@ -158,7 +156,7 @@ class ModelConfig:
 class VolatileDb:
     """`volatile_db`: rows under the device's cache, in host memory or in Redis. All keys but `type` are of Redis."""
 
-    type: Volatile = declare(keys.DATABASE, "disabled")
+    type: Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"] = declare(keys.DATABASE, "disabled")
     """Both maps are jaxsok's host store, which holds every row. "disabled" is for models with all rows elsewhere."""
     address: str = declare(keys.SOME_TEXT, "127.0.0.1:7000")
     """`host[:port]` of a node of the cluster, or of a single server; of several, by commas, the first that answers."""
@@ -179,7 +177,9 @@ class VolatileDb:
     tls_client_key: str = declare(keys.TEXT, "client_key.pem")
     overflow_margin: int = declare(keys.SIZE, 2**64 - 1)
     """Rows of a partition, at most; then `overflow_policy`."""
-    overflow_policy: OverflowPolicy = declare(keys.OVERFLOW_POLICY, "evict_random")
+    overflow_policy: Literal["evict_random", "evict_least_used", "evict_oldest"] = declare(
+        keys.OVERFLOW_POLICY, "evict_random"
+    )
     overflow_resolution_target: float = declare(keys.FRACTION, 0.8)
     """The fraction of `overflow_margin` that then stays."""
     initialize_after_startup: bool = declare(keys.BOOL, True)
@@ -196,7 +196,7 @@ class VolatileDb:
 class PersistentDb:
     """`persistent_db`: rows on disk, asked for keys that `volatile_db` does not have."""
 
-    type: Persistent = declare(keys.DATABASE, "disabled")
+    type: Literal["disabled", "rocks_db"] = declare(keys.DATABASE, "disabled")
     path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
     num_threads: int = declare(keys.POSITIVE, 16)
     """Background threads of RocksDB."""

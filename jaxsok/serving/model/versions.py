@@ -341,23 +341,19 @@ class Versions(AnyVersions):
                 break  # otherwise try without room to grow further
         fits = self._can_copy and (free is None or copy_bytes <= free)
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
-            why = (
-                "a copy of what changes; rows below a cache are not changed where they lie; open the tables again, or "
-            )
-            why += "with more memory"
+            remedy = "rows below a cache are not changed where they lie; open the tables again, or with more memory"
             if self._can_donate:
-                why = 'a copy of what changes; pass in_place=True (or "auto"), which changes rows where they lie'
-            self._memory.require("update", self.name, free, copy_bytes, why)
+                remedy = 'pass in_place=True (or "auto"), which changes rows where they lie'
+            self._memory.require("update", self.name, free, copy_bytes, f"a copy of what changes; {remedy}")
             return plans, False
         for store, plan in pairs:
-            capacity = store.capacity
-            if plan.row_map.capacity > capacity:
+            if plan.row_map.capacity > store.capacity:
                 names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
                 also = f" A copy needs {copy_bytes} bytes, and {free} are free."
                 also = "" if in_place is True or not self._can_copy else also
                 raise ServingError(
                     f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
-                    f"{capacity} to update in place; open with more spare_rows.{also}"
+                    f"{store.capacity} to update in place; open with more spare_rows.{also}"
                 )
         within = _most_bytes(parts, plans, is_in_place=True)
         within += max((plan.piece_bytes for _, plan in pairs), default=0)
