@@ -46,6 +46,11 @@ class ServedModel:
         """True if every result has a row for each sample; else batches are neither padded nor joined with others."""
         return all(output.is_batched for output in self.outputs.values())
 
+    @property
+    def known_lookups(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The tables that are looked up by keys of inputs, and these inputs."""
+        return tuple((table, names) for table, names in self.lookups.items() if names)
+
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
         """Runs the model; gives arrays by name. Its lookups are fused if `tables.is_fused`.
 

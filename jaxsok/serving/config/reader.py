@@ -13,15 +13,7 @@ from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
 from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, WRONG, Keys, Kind
-from jaxsok.serving.config.values import (
-    Config,
-    ModelConfig,
-    PersistentDb,
-    TableConfig,
-    UpdateSource,
-    VolatileDb,
-    WithoutEffect,
-)
+from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
 from jaxsok.serving.errors import ConfigError
 
 _BLOCKS = {
@@ -141,7 +133,7 @@ class _Reader:
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.without: dict[str, WithoutEffect] = {}
+        self.without: dict[str, values_lib.WithoutEffect] = {}
         self.notes: list[str] = []
 
     def config(self, given: Mapping[str, Any]) -> Config:
@@ -241,7 +233,7 @@ class _Reader:
 
     def note_no_effect(self, path: str, value: Any, reason: str) -> None:
         """Notes a key; the first reason stands."""
-        self.without.setdefault(path, WithoutEffect(path, _freeze(value), reason))
+        self.without.setdefault(path, values_lib.WithoutEffect(path, _freeze(value), reason))
 
     def database(self, name: str, top: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the block of a database; refuses types that jaxsok does not have."""

@@ -32,6 +32,16 @@ class Prediction:
     inputs: tuple[tuple[str, Any], ...]
     sizes: tuple[tuple[int, int], ...]  # `artifact.ServedModel.sizes`
 
+    @classmethod
+    def list_first(cls, served: artifact.ServedModel | None, levels: Sequence[int]) -> "list[Prediction]":
+        """Lists the programs to compile before a request needs them, one for each number of samples."""
+        if served is None or not served.is_per_sample:  # other models are compiled for each size
+            return []
+        inputs = tuple(served.inputs.items())
+        sizes = [padded_size(level, LEAST_BATCH) for level in levels]  # also as many keys of bags
+        has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
+        return [cls(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
+
     def fits(self, served: artifact.ServedModel | None) -> bool:
         return served is not None and self.inputs == tuple(served.inputs.items())
 
@@ -52,7 +62,7 @@ class PredictRequest:
         """Reads the known keys of each table, without padding."""
         return {
             table: np.concatenate([keys_in(self.leaves[name])[: self._num_keys(name)] for name in names])
-            for table, names in lookups_of(self.served)
+            for table, names in self.served.known_lookups
         }
 
     def _num_keys(self, name: str) -> int:
@@ -62,16 +72,6 @@ class PredictRequest:
     def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
         """Copies the results of the program to the host, without the rows of padding samples."""
         return self.served.cut({name: np.asarray(value) for name, value in out.items()}, self.num_samples)
-
-
-def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
-    """Lists the programs of a dense model to compile before a request needs them, one for each number of samples."""
-    if served is None or not served.is_per_sample:  # other models are compiled for each size
-        return []
-    inputs = tuple(served.inputs.items())
-    sizes = [padded_size(level, LEAST_BATCH) for level in levels]  # also as many keys of bags
-    has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
-    return [Prediction(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
 
 
 def load_dense_model(
@@ -101,11 +101,6 @@ def load_dense_model(
             "where all rows are on the device."
         )
     return served
-
-
-def lookups_of(served: artifact.ServedModel) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Lists the tables, and the inputs that they are looked up by; without tables whose keys the model computes."""
-    return tuple((table, names) for table, names in served.lookups.items() if names)
 
 
 def words_in(leaves: Any) -> Any:

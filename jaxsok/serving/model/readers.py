@@ -21,15 +21,7 @@ from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
-from jaxsok.serving.model.predictions import (
-    Prediction,
-    PredictRequest,
-    count_found,
-    first_predictions,
-    keys_in,
-    lookups_of,
-    words_in,
-)
+from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
 from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.stored import StoredVersion
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
@@ -196,7 +188,7 @@ class DeviceRows(_Programs):
                 request, place = read(version.served), self.place_of(version)
                 if self.ready.has(place, request.program):
                     out = request.served.run(self._tables(version), request.leaves)
-                    counts = count_found(self._tables(version), request.leaves, lookups_of(request.served))
+                    counts = count_found(self._tables(version), request.leaves, request.served.known_lookups)
                     counts.copy_to_host_async()
                     break
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
@@ -208,14 +200,14 @@ class DeviceRows(_Programs):
         return version.parts[self._part].form, version.served
 
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
-        return [*self.sizes.first_lookups(), *first_predictions(served, self.sizes.levels)]
+        return [*self.sizes.first_lookups(), *Prediction.list_first(served, self.sizes.levels)]
 
     def _compile(self, place: tuple[Any, Any], program: Program) -> None:
         form, served = place
         if isinstance(program, Prediction):
             leaves = served.leaves_of(program.sizes)
             served.compile(form.tree, leaves)
-            count_found.lower(form.tree, leaves, lookups_of(served)).compile()
+            count_found.lower(form.tree, leaves, served.known_lookups).compile()
         else:
             words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
             look_up_words.lower(form.tree, words, program).compile()
@@ -229,7 +221,7 @@ class DeviceRows(_Programs):
                 shapes = version.served.leaves_of(program.sizes)
                 leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
                 jax.block_until_ready(version.served.run(self._tables(version), leaves))
-                jax.block_until_ready(count_found(self._tables(version), leaves, lookups_of(version.served)))
+                jax.block_until_ready(count_found(self._tables(version), leaves, version.served.known_lookups))
         for keys in self.sizes.padding() if warm_up else ():
             self.lookup(keys)
 
@@ -285,7 +277,7 @@ class CachedRows(_Programs):
         while True:
             request = read(served)
             self.ready.need((None, request.served), request.program)
-            lookups, leaves = lookups_of(request.served), request.leaves
+            lookups, leaves = request.served.known_lookups, request.leaves
             keys = {table: np.concatenate([keys_in(leaves[name]) for name in names]) for table, names in lookups}
             found = self.cache.lookup_tables(keys)
             served = found.source.served
@@ -298,14 +290,14 @@ class CachedRows(_Programs):
         return None, version.served  # the arrays of the cache keep their shapes
 
     def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
-        return list(first_predictions(served, self.sizes.levels))
+        return list(Prediction.list_first(served, self.sizes.levels))
 
     def _compile(self, place: tuple[Any, Any], program: Program) -> None:
         assert isinstance(program, Prediction)  # lookups are the cache's own
         served, leaves = place[1], place[1].leaves_of(program.sizes)
         num_keys = {
             table: sum(math.prod(words_in(leaves[name]).shape[:-1]) for name in names)
-            for table, names in lookups_of(served)
+            for table, names in served.known_lookups
         }
         self.cache.warm_up([num_keys], as_tables=True)
         served.compile(self.cache.tables_like(num_keys), leaves)

@@ -281,9 +281,6 @@ def open_model(
         rows = {table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * n)) for table, n in num_rows.items()}
         needed, why = cache_lib.cache_bytes(rows).values(), f"its cache; take a gpucacheper below {config.gpucacheper}"
         device.require("open", config.model, device.free(), sum(needed), why)
-    if stored is not None:
-        reader = _reader_of([CachedRows(config, stored, at) for at in device.devices])
-        return Served(config, stored, device.devices, reader, warm_up=warm_up)
     if config.device_share < 1:
         rows = [(table, source.num_rows) for table, source in given]
         needed = sum(
@@ -292,15 +289,9 @@ def open_model(
         )
         why = f"rows that the device reads in host memory; take a gpucacheper above {config.gpucacheper}"
         host.require("open", config.model, host.free(), needed, why)
-    versions = Versions(
-        config,
-        given,
-        key_bits=whole.key_bits,
-        memory=device if config.tier == "device" else host,
-        can_donate=not is_cached,
-        served=dense_model,
-    )
-    if is_cached:
+    memory = device if config.tier == "device" else host
+    versions = stored or Versions(config, given, key_bits=whole.key_bits, memory=memory, served=dense_model)
+    if is_cached or isinstance(versions, StoredVersions):
         reader = _reader_of([CachedRows(config, versions, at) for at in device.devices])
     else:
         parts = [DeviceRows(config, versions, part) for part in range(len(versions.current.parts))]

@@ -1,7 +1,6 @@
 """The next version of one store, with its own map of rows: a plan changes no data that readers use."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -188,13 +187,7 @@ class StorePlan:
 
     def _copy(self, array: Array) -> Array:
         """Makes an array for the next version on an array's device, with its rows unless all of them leave."""
-        if not self.is_fresh and array.shape[0] == self.row_map.capacity:
-            return jnp.copy(array)
-        zeros = jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype)
-        zeros = jax.device_put(zeros, array.sharding)
-        return zeros if self.is_fresh else _put_first(zeros, array)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put_first(longer: Array, array: Array) -> Array:
-    return longer.at[: array.shape[0]].set(array)
+        more = self.row_map.capacity - array.shape[0]
+        if self.is_fresh:
+            return jax.device_put(jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype), array.sharding)
+        return jnp.pad(array, [(0, more), *[(0, 0)] * (array.ndim - 1)]) if more else jnp.copy(array)

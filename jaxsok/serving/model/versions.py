@@ -208,10 +208,7 @@ class AnyVersions(abc.ABC):
 
 
 class Versions(AnyVersions):
-    """The versions of one model's tables, whose rows all lie in one memory. Loads the first one.
-
-    `can_donate` is False if others read the rows apart from `reading`: then rows may not change where they lie.
-    """
+    """The versions of one model's tables, whose rows all lie in one memory. Loads the first one."""
 
     def __init__(
         self,
@@ -220,11 +217,11 @@ class Versions(AnyVersions):
         *,
         key_bits: folders.KeyBits,
         memory: Memory,
-        can_donate: bool,
         served: Any,
     ) -> None:
         super().__init__(config.model, key_bits)
-        self._memory, self._spare_rows, self._can_donate = memory, config.spare_rows, can_donate
+        self._memory, self._spare_rows = memory, config.spare_rows
+        self._can_donate = config.tier != "cache"  # a cache reads the rows below it apart from `reading`
         self._can_copy = config.device_share == 1  # else host memory would have to hold most rows twice
         self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
