@@ -98,14 +98,10 @@ DATABASE = among(
     }
 )
 OVERFLOW_POLICY = among({"evict_random": ["random"], "evict_least_used": ["least_used"], "evict_oldest": ["oldest"]})
-_UPDATE_TYPES = {
-    **dict.fromkeys((None, "null", "none")),
-    **dict.fromkeys(("kafka_message_queue", "kafka_mq", "kafka"), "kafka_message_queue"),
-    "redis_stream": "redis_stream",
-}
+_STREAM = among({"redis_stream": (), "kafka_message_queue": ("kafka_mq", "kafka")})
 UPDATE_TYPE = Kind(
     'null, "redis_stream" or "kafka_message_queue"',
-    lambda value: _UPDATE_TYPES.get(value, WRONG) if isinstance(value, str | None) else WRONG,
+    lambda value: None if isinstance(value, str | None) and value in (None, "null", "none") else _STREAM.parse(value),
 )
 
 

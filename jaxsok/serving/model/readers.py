@@ -16,14 +16,13 @@ import jaxtyping
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving import artifact, backing
+from jaxsok.serving import artifact
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
 from jaxsok.serving.model.store_plans import owners_of
-from jaxsok.serving.model.stored import StoredVersion
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
 from jaxsok.serving.padding import NO_KEYS, key_words
 from jaxsok.serving.ready import Ready
@@ -251,7 +250,7 @@ class CachedRows(_Programs):
         self._is_closed = threading.Event()
         self.clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
         self.cache = cache_lib.DeviceCache(
-            _rows_of(versions.current),
+            versions.current.rows(),
             fraction=config.gpucacheper if config.gpucache else 1e-9,
             hit_rate_threshold=config.hit_rate_threshold if config.gpucache else math.inf,
             refresh_fraction=config.cache_refresh_percentage_per_iteration,
@@ -319,9 +318,9 @@ class CachedRows(_Programs):
             self.clock.start()  # last: a failure above leaves no thread
 
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
-        rows = _rows_of(new)
+        rows = new.rows()
         rows.ready_as(self.cache.source)  # else the first misses would wait for a compiler
-        if isinstance(new, StoredVersion) and new.replaced:  # a database may have lost rows that are cached
+        if new.replaced:  # a database may have lost rows that are cached
             cached = self.cache.cached_keys()
             changed = {**changed, **{name: np.append(changed[name], cached[name]) for name in new.replaced}}
         self.cache.swap(rows, changed)
@@ -443,12 +442,6 @@ def _total(counts: Sequence[Any]) -> Any:
     """Adds up counts of one kind."""
     fields = [field.name for field in dataclasses.fields(counts[0])]
     return type(counts[0])(**{name: sum(getattr(mine, name) for mine in counts) for name in fields})
-
-
-def _rows_of(version: Version) -> backing.RowSource:
-    if isinstance(version, StoredVersion):
-        return version.rows()
-    return backing.HostRows(version.tables, version.parts[0].maps, version=version.number, served=version.served)
 
 
 def _count_keys(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

@@ -30,14 +30,12 @@ class StoredVersion(Version):
     """A version whose `tables` have no arrays: the rows are in databases."""
 
     stored: Any = None  # DatabaseRows
-    replaced: frozenset[str] = frozenset()  # tables that the update to this version has replaced whole
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
         return {name: self.stored.num_rows(name) for name in self.tables.tables}
 
     def rows(self) -> RowSource:
-        """Returns the rows, as those of this version."""
         rows = copy.copy(self.stored)
         rows.version, rows.served = self.number, self.served
         return rows

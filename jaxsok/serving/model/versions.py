@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, Self
 import jax
 import numpy as np
 
-from jaxsok.serving import folders, frozen
+from jaxsok.serving import backing, folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import TableSource
@@ -57,6 +57,7 @@ class Version:
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
+    replaced: frozenset[str] = frozenset()  # tables that this version has replaced whole in a database
 
     @property
     def tables(self) -> frozen.FrozenTables:
@@ -96,6 +97,10 @@ class Version:
             served=served,
             dense_file=dense_file,
         )
+
+    def rows(self) -> backing.RowSource:
+        """Gives all rows to a cache."""
+        return backing.HostRows(self.tables, self.parts[0].maps, version=self.number, served=self.served)
 
     def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
         """Makes this version over other arrays by part."""
