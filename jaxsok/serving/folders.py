@@ -22,7 +22,7 @@ from jaxsok.initializers import InitialRows
 from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
-from jaxsok.serving.errors import ServingError, UnknownTableError, require_table
+from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable, table_that_reads
 
 Path = str | os.PathLike[str]
@@ -85,7 +85,7 @@ def open_table(
     folder, is_hps = _find(op, path, table)
     if is_hps:
         return _open_hps(op, folder, table, int(dim), key_bits, hotness)
-    links = [Source.of(op, folder)] if alone and is_delta(path) else chain_of(op, folder)
+    links = [Source.of(op, folder)] if alone else chain_of(op, folder)
     return _read_links(links, folder, table, int(dim), key_bits)
 
 
@@ -159,20 +159,10 @@ def open_all(
             f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted a mapping from '
             f"tables to folders: the model has {sorted(tables)}."
         )
-    below = [name for name in tables if not is_one and _is_hps(folder / name)]
-    if below:
-        return {name: open_either(op, folder / name, tables[name], key_bits) for name in below}
-    found, refused = {}, None
-    for name, table in tables.items():
-        try:
-            found[name] = open_either(op, folder, table, key_bits)
-        except UnknownTableError as error:
-            refused = error
-    if not found and refused is not None:
-        raise UnknownTableError(
-            f'{op}: model "{model}": source: got "{folder}" without any of its tables: {refused}'
-        ) from refused
-    return found
+    hps = {name: path for name in tables if _is_hps(path := folder if is_one else folder / name)}
+    if hps:
+        return {name: open_either(op, path, tables[name], key_bits) for name, path in hps.items()}
+    return open_links(op, model, [_find(op, folder, next(iter(tables)))[0]], tables, key_bits)
 
 
 def open_links(
