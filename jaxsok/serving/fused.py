@@ -212,12 +212,19 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
     bags = given.keys if isinstance(given.keys, features.Bags) else features.Bags(given.keys, offsets=given.offsets)
+    if bags is given.keys:
+        if bags.inverse is not None:
+            raise RequestError(f"{what}: inverse: got one, wanted none: a frozen lookup gives a line for each bag.")
+        if given.combiner is None:
+            raise RequestError(f"{what}: keys: got Bags without a combiner, wanted an array of keys, or a combiner.")
+        if given.offsets is not None or (given.weights is not None and bags.weights is not None):
+            raise RequestError(f"{what}: got Bags, and offsets or weights as well, wanted each of them once.")
     words = tables.spec.read_by(given.table, keys_lib.words_of(bags.keys, "int32", what))
-    shape, weights = words.shape[:-1], None
-    if given.weights is not None:
+    shape, weights = words.shape[:-1], bags.weights if given.weights is None else given.weights
+    if weights is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
-        weights = features.read_weights(given.weights, shape, what)
+        weights = features.read_weights(weights, shape, what)
     if bags.offsets is not None or bags.lengths is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: offsets: got some without a combiner, wanted none: every key has its own row.")

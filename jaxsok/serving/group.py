@@ -88,8 +88,9 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
     Without tables it gives zeros of the same shape, for Linen's `init`. `more` has offsets and weights, and replaces
     the spec's combiner and max_norm where it is not None.
     """
-    read = _read(f'{op} "{spec.table}"', spec, keys, **more)
-    return _look_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
+    own = {"combiner": spec.combiner, "max_norm": spec.max_norm}
+    given = LookupInput(spec.table, keys, **own | {name: value for name, value in more.items() if value is not None})
+    return _look_up(op, {spec.table: spec}, tables, {spec.table: given})[spec.table]
 
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
@@ -98,8 +99,12 @@ def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | 
     for name in inputs:
         if name not in specs:
             raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")
-    read = {name: _read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
-    return _look_up(op, {name: specs[name] for name in inputs}, tables, read)
+    used = {name: specs[name] for name in inputs}
+    given = {
+        name: LookupInput(spec.table, inputs[name], spec.combiner, max_norm=spec.max_norm)
+        for name, spec in used.items()
+    }
+    return _look_up(op, used, tables, given)
 
 
 def check_tables(op: str, tables: Any) -> FrozenTables:
@@ -108,29 +113,6 @@ def check_tables(op: str, tables: Any) -> FrozenTables:
         raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
     require_tables(op, tables)
     return tables
-
-
-def _read(
-    op: str,
-    spec: LookupSpec,
-    keys: Any,
-    *,
-    offsets: Any = None,
-    weights: Any = None,
-    combiner: Combiner | None = None,
-    max_norm: float | None = None,
-) -> LookupInput:
-    combiner = spec.combiner if combiner is None else combiner
-    max_norm = spec.max_norm if max_norm is None else max_norm
-    if isinstance(keys, Bags):
-        if keys.inverse is not None:
-            raise RequestError(f"{op}: inverse: got one, wanted none: a frozen lookup gives a line for each bag.")
-        if combiner is None:
-            raise RequestError(f"{op}: keys: got Bags without a combiner, wanted an array of keys, or a combiner.")
-        if offsets is not None or (weights is not None and keys.weights is not None):
-            raise RequestError(f"{op}: got Bags, and offsets or weights as well, wanted each of them once.")
-        weights = keys.weights if weights is None else weights
-    return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
 
 
 def _look_up(
