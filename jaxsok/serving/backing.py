@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float32, UInt64
 from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records, round_to
 from jaxsok.serving import quantize
-from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records, require_tables
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
@@ -125,17 +124,17 @@ class HostRows(RowSource):
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps)
 
     def num_rows(self, table: str) -> int:
-        store, number = self._place("num_rows", table)
+        store, number = self._tables.spec.place_of("num_rows", table, "this source")
         return int(self._maps[store].table_rows[number])
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """Reads a bucket (64 bytes) and a row for each key, on all cores; missing keys have the table's default."""
-        self._place("fetch", table)
+        self._tables.spec.place_of("fetch", table, "this source")
         return self._in_parts(table, keys, lambda words: _fetch(self._tables, table, words))
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """Reads the stored bits."""
-        s, number = self._place("fetch_quantized", table)
+        s, number = self._tables.spec.place_of("fetch_quantized", table, "this source")
         store, number = self._tables.stores[s], jax.device_put(np.uint32(number), host_device())
         return self._in_parts(s, keys, lambda words: _fetch_quantized(store, words, number))
 
@@ -162,7 +161,7 @@ class HostRows(RowSource):
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """Yields rows in the order in which the keys came."""
-        store, number = self._place("scan", table)
+        store, number = self._tables.spec.place_of("scan", table, "this source")
         keys, row_ids = self._maps[store].keys_of(number)
         of_store = self._maps[store].frequencies
         frequency = None if of_store is None or not of_store[row_ids].any() else of_store[row_ids]
@@ -170,10 +169,6 @@ class HostRows(RowSource):
             some = slice(start, start + chunk_rows)
             rows, _ = self.fetch(table, keys[some])
             yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
-
-    def _place(self, op: str, table: str) -> tuple[int, int]:
-        require_table(op, table, self._tables.spec.places, "this source")
-        return self._tables.spec.places[table]
 
 
 class Layered(RowSource):

@@ -23,6 +23,7 @@ from jaxsok.interchange.files import RecordChunks
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
+from jaxsok.serving.errors import require_table
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.shards import without_mesh
@@ -149,6 +150,11 @@ class FrozenSpec:
     def words(self) -> tuple[np.ndarray, ...]:
         """The operand of kernels with the tables of each store (`StoreSpec.table_words`)."""
         return tuple(map(_table_words, self.stores))
+
+    def place_of(self, op: str, table: Any, where: str = "") -> tuple[int, int]:
+        """Returns a place of `places`. UnknownTableError: there is none; `where` says whose tables these are."""
+        require_table(op, table, self.places, where)
+        return self.places[table]
 
     def read_by(self, table: str, words: Any) -> Any:
         """Gives back the keys of a lookup; an export records them here."""

@@ -19,7 +19,7 @@ from jaxsok import checks, features, guards, types
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
-from jaxsok.serving.errors import RequestError, refusals, require_mapping, require_table
+from jaxsok.serving.errors import RequestError, refusals, require_mapping
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
 
 
@@ -167,7 +167,7 @@ def find_rows(
 
     Missing keys have the rows that `lookup` gives; PADDING_KEY is not there, and has zeros.
     """
-    place = _place(tables, "find_rows", table)
+    place = tables.spec.place_of("find_rows", table)
     with refusals():
         words = keys_lib.words_of(keys, "int32", f'find_rows: table "{table}"').reshape(-1, 2)
     store = tables.stores[place[0]]
@@ -206,7 +206,7 @@ class _Part:
 def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     given = given if isinstance(given, LookupInput) else LookupInput(name, given)
     what = f'lookup: input "{name}"'
-    store, table = _place(tables, what, given.table)
+    store, table = tables.spec.place_of(what, given.table)
     if given.combiner not in types.COMBINERS:
         raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(types.COMBINERS)}.")
     if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
@@ -247,11 +247,6 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         combiner = None
     num_bags = shape[0] if combiner else words.shape[0]
     return _Part(name, store, table, combiner, words, offsets, weights, num_bags, hotness, shape, given)
-
-
-def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
-    require_table(what, table, tables.spec.places)
-    return tables.spec.places[table]
 
 
 def num_tiles(num_bags: Any) -> Any:

@@ -23,7 +23,6 @@ from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import Batch, DeviceStores
-from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size
 from jaxsok.store import num_buckets_of
@@ -250,7 +249,7 @@ class DeviceCache:
                 f"{list(stores.source.tables.values())}; open another cache."
             )
         for name in changed or ():
-            require_table("swap", name, self._spec.places)
+            self._spec.place_of("swap", name)
         with self._changing:
             leaving = None if changed is None else {name: _distinct_keys(name, keys) for name, keys in changed.items()}
             with stores.keep_out(leaving):
@@ -298,8 +297,7 @@ class DeviceCache:
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
         sizes = [0] * len(self._spec.stores)
         for name, count in num_keys.items():
-            require_table(op, name, self._spec.places)
-            sizes[self._spec.places[name][0]] += count
+            sizes[self._spec.place_of(op, name)[0]] += count
         return sizes
 
     def drain(self) -> None:

@@ -15,7 +15,7 @@ from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.programs import Queried
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import DeviceStores, Snapshot
-from jaxsok.serving.errors import refusals, require_mapping, require_table
+from jaxsok.serving.errors import refusals, require_mapping
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Background
@@ -47,11 +47,10 @@ class Request:
         self.parts: list[Part] = []
         self.num_keys = 0
         for name, given in keys.items():
-            require_table("lookup", name, spec.places)
+            store, number = spec.place_of("lookup", name)
             with refusals():
                 given, what = keys_lib.as_array(given, "lookup"), f'lookup: table "{name}"'
                 of_table = keys_lib.to_words(np.atleast_1d(given), what).reshape(-1, 2)
-            store, number = spec.places[name]
             words[store].append(of_table)
             ids[store].append(np.full(len(of_table), number, np.uint32))
             end = sizes[store] + len(of_table)
