@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import keys as keys_lib
+from jaxsok.types import PADDING_KEY
 
 NO_KEYS = np.zeros(0, np.uint64)
+PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)  # both words of PADDING_KEY
 
 
 def padded_size(num_keys: int, least: int) -> int:
@@ -14,13 +18,14 @@ def padded_size(num_keys: int, least: int) -> int:
     return max(least, 1 << max(0, num_keys - 1).bit_length())
 
 
-def fill_up(array: np.ndarray, size: int, value: Any = 0) -> np.ndarray:
-    """Copies an array and appends rows of one value."""
-    filled = np.empty((size, *array.shape[1:]), array.dtype)
-    filled[: len(array)], filled[len(array) :] = array, value
-    return filled
+def fill_up(array: Any, size: int, value: Any = 0) -> Any:
+    """Appends rows of one value to a jax.Array, or to a copy of a NumPy array."""
+    numbers = jnp if isinstance(array, jax.Array) else np
+    if numbers is jnp and array.shape[0] == size:
+        return array
+    return numbers.concatenate([array, numbers.full((size - array.shape[0], *array.shape[1:]), value, array.dtype)])
 
 
 def key_words(keys: np.ndarray, size: int) -> np.ndarray:
     """Converts keys of one axis to words, with padding behind: uint32[size, 2]."""
-    return fill_up(keys_lib.to_words(np.asarray(keys, np.uint64)), size, np.uint32(0xFFFFFFFF))
+    return fill_up(keys_lib.to_words(np.asarray(keys, np.uint64)), size, PADDING_WORD)

@@ -12,14 +12,11 @@ from jaxsok import checks
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.errors import RequestError, refusals
-from jaxsok.serving.padding import padded_size
-from jaxsok.types import PADDING_KEY
+from jaxsok.serving.padding import PADDING_WORD, fill_up, padded_size
 
 BATCH = "b"  # the batch size in shapes
 
 LEAST_BATCH = 8  # samples, and keys of bags, of a padded call, at least
-
-_PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +199,7 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
             raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
         leaves.append(weights.astype(jnp.float32).reshape(-1)[inside])
     if not len(leaves[0]):  # a size of a program is 1 at least; the key is beyond the last bag
-        leaves = [_fill(leaves[0], 1, _PADDING_WORD), leaves[1], *(_fill(leaf, 1, 0) for leaf in leaves[2:])]
+        leaves = [fill_up(leaves[0], 1, PADDING_WORD), leaves[1], *(fill_up(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
 
 
@@ -228,17 +225,9 @@ def pad_input(leaves: Any, size: int) -> Any:
     if isinstance(leaves, tuple):
         words, offsets, *weights = leaves
         num_keys, last = padded_size(words.shape[0], LEAST_BATCH), offsets[-1] if len(offsets) else 0
-        weights = (_fill(array, num_keys, 0) for array in weights)
-        return _fill(words, num_keys, _PADDING_WORD), _fill(offsets, size + 1, last), *weights
-    return _fill(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
-
-
-def _fill(array: Any, size: int, value: Any) -> Any:
-    more = size - array.shape[0]
-    if more == 0:
-        return array
-    numbers = jnp if isinstance(array, jax.Array) else np
-    return numbers.concatenate([array, numbers.full((more, *array.shape[1:]), value, array.dtype)])
+        weights = (fill_up(array, num_keys, 0) for array in weights)
+        return fill_up(words, num_keys, PADDING_WORD), fill_up(offsets, size + 1, last), *weights
+    return fill_up(leaves, size, PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
 
 
 def _shape_of(spec: KeysInput | ArrayInput) -> str:

@@ -12,10 +12,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxsok.types import PADDING_KEY
+from jaxsok.serving.padding import PADDING_WORD
 
 _MARK = "jaxsok.keys:"
-_PADDING_WORD = PADDING_KEY & 0xFFFFFFFF
 
 
 class Rows(frozenset[str]):
@@ -105,7 +104,7 @@ class _Walk:
 
 def _label_constant(value: Any) -> Label:
     value = np.asarray(value)
-    return frozenset() if value.dtype == np.uint32 and (value == _PADDING_WORD).all() else None
+    return frozenset() if value.dtype == np.uint32 and (value == PADDING_WORD).all() else None
 
 
 def _union(labels: Sequence[Label]) -> Label:

@@ -13,9 +13,10 @@ from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.frozen import SEED
+from jaxsok.serving.padding import PADDING_WORD
 from jaxsok.serving.row_map import SALT, find_or_insert, release
 from jaxsok.store import num_buckets_of
-from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY, RECORD_WORDS
+from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, RECORD_WORDS
 
 _UNUSED = np.uint32(0xFFFFFFFF)
 _NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
@@ -148,7 +149,7 @@ def insert(
     num_evicted = jnp.zeros((), jnp.uint32)
     if must_leave:
         known = kernels.find(store.index, store.counters, words, ids)
-        is_key = (words != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
+        is_key = (words != PADDING_WORD).any(axis=1)
         num_new = (is_key & (known == jnp.uint32(NO_ROW))).sum(dtype=jnp.uint32)
         # Keys that are here already become as recent as new ones.
         store = dataclasses.replace(store, statistics=kernels.touch(known, None, clock, store.statistics))

@@ -21,7 +21,7 @@ from jaxsok.serving.artifact.model import require_fit
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
-from jaxsok.serving.padding import padded_size
+from jaxsok.serving.padding import PADDING_WORD, padded_size
 from jaxsok.types import NO_ROW
 
 
@@ -122,6 +122,6 @@ def count_found(
         s, number = tables.spec.places[table]
         store, ids = tables.stores[s], jnp.full(words.shape[0], np.uint32(number))
         is_there = table_kernels.find(store.index, store.counters, words, ids) != np.uint32(NO_ROW)
-        is_real = (words != np.uint32(0xFFFFFFFF)).any(axis=1)
+        is_real = (words != PADDING_WORD).any(axis=1)
         counts.append([jnp.sum(is_there, dtype=jnp.int32), jnp.sum(is_real & ~is_there, dtype=jnp.int32)])
     return jnp.array(counts, jnp.int32).reshape(-1, 2)
