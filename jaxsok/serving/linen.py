@@ -5,7 +5,6 @@ in "params". Nothing here is trained; `jaxsok.layers` is for training. Imported 
 `from jaxsok.serving import linen as layers`.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +21,6 @@ from jaxsok.types import Combiner
 __all__ = ["LookupLayer", "LookupLayers", "LookupSpec", "SparseLookupLayer", "as_function", "set_tables"]
 
 _TABLES, _FROZEN = "tables", "frozen"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Unset:
-    """Fills the place of tables in the collection "tables" after `init`."""
 
 
 class LookupLayer(nn.Module):
@@ -106,7 +99,7 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
     """
     tables = group.check_tables("set_tables", tables)
     places = _places("set_tables", variables)
-    is_place = lambda node: isinstance(node, (_Unset, FrozenTables))  # noqa: E731
+    is_place = lambda node: isinstance(node, (tuple, FrozenTables))  # noqa: E731
     return {**variables, _TABLES: jax.tree.map(lambda _: tables, places, is_leaf=is_place)}
 
 
@@ -143,8 +136,8 @@ def _tables(layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None
     """Finds the tables of the call, or those in the collection; None in `init` without any."""
     op = type(layer).__name__
     if layer.is_initializing() and not layer.has_variable(_TABLES, _FROZEN):
-        layer.put_variable(_TABLES, _FROZEN, _Unset())
+        layer.put_variable(_TABLES, _FROZEN, ())  # keeps a place for them
         return None if given is None else group.check_tables(op, given)
     if given is None and layer.has_variable(_TABLES, _FROZEN):
         given = layer.get_variable(_TABLES, _FROZEN)
-    return group.check_tables(op, None if isinstance(given, _Unset) else given)
+    return group.check_tables(op, given)
