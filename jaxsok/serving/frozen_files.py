@@ -17,8 +17,6 @@ from jaxsok import published
 from jaxsok.serving.frozen import SEED, FrozenTables, require_tables
 from jaxsok.types import COUNTERS
 
-_PIECE = 1 << 26  # bytes of an array that are written at a time
-
 
 def export_frozen(path: str | os.PathLike[str], tables: FrozenTables) -> None:
     """Writes frozen tables into a new folder, which `jaxsok_open` of the C interface opens.
@@ -79,10 +77,6 @@ def _write_store(folder: pathlib.Path, s: int, tables: FrozenTables) -> dict[str
 
 def _write(path: pathlib.Path, array: Any) -> int:
     """Writes an array's bytes; returns their CRC-32."""
-    data, checksum = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), 0
-    with path.open("wb") as file:
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE]
-            checksum = zlib.crc32(piece, checksum)
-            file.write(piece)
-    return checksum
+    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    path.write_bytes(data)
+    return zlib.crc32(data)
