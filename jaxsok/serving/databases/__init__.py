@@ -14,16 +14,15 @@ Connected = tuple[Database | None, Database | None]
 def connect(config: Config) -> Connected:
     """Connects to the databases of a configuration. DatabaseError: one cannot be reached."""
     volatile = persistent = None
-    if config.volatile_db.type == "redis_cluster":
-        from jaxsok.serving.databases.redis import RedisDatabase
+    with contextlib.ExitStack() as after_an_error:
+        if config.volatile_db.type == "redis_cluster":
+            from jaxsok.serving.databases.redis import RedisDatabase
 
-        volatile = RedisDatabase(config.volatile_db)
-    if config.persistent_db.type == "rocks_db":
-        from jaxsok.serving.databases.rocksdb import RocksDatabase
+            volatile = RedisDatabase(config.volatile_db)
+            after_an_error.callback(volatile.close)
+        if config.persistent_db.type == "rocks_db":
+            from jaxsok.serving.databases.rocksdb import RocksDatabase
 
-        with contextlib.ExitStack() as stack:
-            if volatile is not None:
-                stack.callback(volatile.close)
             persistent = RocksDatabase(config.persistent_db)
-            stack.pop_all()
+        after_an_error.pop_all()
     return volatile, persistent
