@@ -68,13 +68,7 @@ class Served:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        versions: AnyVersions,
-        devices: Sequence[Any],
-        reader: RowReader,
-        *,
-        warm_up: bool,
+        self, config: ModelConfig, versions: AnyVersions, devices: Sequence[Any], reader: RowReader, *, warm_up: bool
     ) -> None:
         self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
         self.names = tuple(versions.current.tables.tables)
@@ -282,10 +276,9 @@ def open_model(
         needed, why = cache_lib.cache_bytes(rows).values(), f"its cache; take a gpucacheper below {config.gpucacheper}"
         device.require("open", config.model, device.free(), sum(needed), why)
     if config.device_share < 1:
-        rows = [(table, source.num_rows) for table, source in given]
         needed = sum(
             (number + config.spare_rows - rows_on_device(number, config.device_share)) * table.row_bytes
-            for table, number in rows
+            for table, number in num_rows.items()
         )
         why = f"rows that the device reads in host memory; take a gpucacheper above {config.gpucacheper}"
         host.require("open", config.model, host.free(), needed, why)

@@ -47,12 +47,7 @@ class StoredVersions(AnyVersions):
     host_bytes = 0
 
     def __init__(
-        self,
-        config: Config,
-        model: ModelConfig,
-        given: Sequence[Frozen],
-        databases: Connected,
-        served: Any,
+        self, config: Config, model: ModelConfig, given: Sequence[Frozen], databases: Connected, served: Any
     ) -> None:
         super().__init__(model.model, config.key_bits)
         self._is_read_only = config.persistent_db.read_only

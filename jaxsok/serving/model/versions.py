@@ -235,14 +235,9 @@ class Versions(AnyVersions):
         )
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
-        parts = [
-            Part(
-                *frozen.freeze_records(
-                    mine, spare_rows=config.spare_rows, device_share=config.device_share, device=device
-                )
-            )
-            for mine, device in zip(owned, memory.devices, strict=False)
-        ]
+        options = {"spare_rows": config.spare_rows, "device_share": config.device_share}
+        freeze = functools.partial(frozen.freeze_records, **options)
+        parts = [Part(*freeze(mine, device=device)) for mine, device in zip(owned, memory.devices, strict=False)]
         others = memory.devices[len(parts) :]  # which get copies
         parts += [dataclasses.replace(parts[0], tables=jax.device_put(parts[0].tables, device)) for device in others]
         self.current = Version.first(config, given, served, parts)
@@ -368,17 +363,12 @@ class Versions(AnyVersions):
         for change in changes:
             if not change.is_empty:
                 of_store.setdefault(spec.places[change.table.name][0], []).append(change)
-        return [
-            StorePlan.of(
-                s,
-                spec.stores[s],
-                old,
-                mine,
-                functools.partial(self._capacity, old, is_roomy),
-                keeps_places=not self._can_copy,
-            )
-            for s, mine, old in ((s, mine, part.maps[s]) for s, mine in of_store.items())
-        ]
+        plans = []
+        for s, mine in of_store.items():
+            old, keeps_places = part.maps[s], not self._can_copy
+            capacity = functools.partial(self._capacity, old, is_roomy)
+            plans.append(StorePlan.of(s, spec.stores[s], old, mine, capacity, keeps_places=keeps_places))
+        return plans
 
     def _capacity(self, row_map: RowMap, is_roomy: bool, num_needed: int) -> int:
         """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
