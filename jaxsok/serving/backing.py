@@ -41,13 +41,9 @@ class RowSource(abc.ABC):
     its version: a device cache then has new rows after `DeviceCache.refresh`.
     """
 
+    tables: Mapping[str, FrozenTable]  # by name; never changed
     version: int = 0  # of the rows; part of each answer
     served: Any = None  # the dense model of the version (`artifact.ServedModel`)
-
-    @property
-    @abc.abstractmethod
-    def tables(self) -> Mapping[str, FrozenTable]:
-        """The tables by name."""
 
     @abc.abstractmethod
     def num_rows(self, table: str) -> int:
@@ -104,7 +100,7 @@ class HostRows(RowSource):
         require_tables("HostRows", tables, on_device=True)
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
-        self.version, self.served = version, served
+        self.tables, self.version, self.served = tables.tables, version, served
         self._tables, self._maps = tables, tuple(maps)
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
@@ -114,10 +110,6 @@ class HostRows(RowSource):
         """Reads streams of records; keeps the frequencies of tables all of whose records have them."""
         tables, maps = freeze_records(sources, device=host_device())
         return cls(tables, maps, version=version)
-
-    @property
-    def tables(self) -> Mapping[str, FrozenTable]:
-        return self._tables.tables
 
     @property
     def num_bytes(self) -> int:
@@ -177,22 +169,16 @@ class Layered(RowSource):
     def __init__(self, layers: Sequence[RowSource]) -> None:
         if not layers:
             raise ValueError("Layered: layers: got none, wanted at least one.")
-        self._layers = tuple(layers)
+        self._layers, self.tables = tuple(layers), layers[0].tables
         for layer in layers[1:]:
-            if dict(layer.tables) != dict(layers[0].tables):
-                raise ValueError(
-                    f"Layered: layers: got tables {list(layer.tables.values())} below {list(layers[0].tables.values())}"
-                    ", wanted the same in all."
-                )
+            if dict(layer.tables) != dict(self.tables):
+                got = f"tables {list(layer.tables.values())} below {list(self.tables.values())}"
+                raise ValueError(f"Layered: layers: got {got}, wanted the same in all.")
 
     @property
     def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - follows its layers
         """The sum of the layers' versions."""
         return sum(layer.version for layer in self._layers)
-
-    @property
-    def tables(self) -> Mapping[str, FrozenTable]:
-        return self._layers[0].tables
 
     def num_rows(self, table: str) -> int:
         """Counts the rows of the largest layer: the upper ones usually have a part of the last."""

@@ -104,6 +104,7 @@ class DeviceCache:
                     f"DeviceCache: fraction: got {fraction}, {capacity} rows of tables "
                     f"{[table.name for table in tables]}, wanted at most {MAX_CAPACITY} in one store."
                 )
+        self.capacity = sum(capacities)  # rows
         self._counter = Counter(source.tables)
         self.stores = DeviceStores(source, spec, capacities, self.device, self._counter)
         self._spec, self._compiled = spec, self.stores.compiled
@@ -114,10 +115,6 @@ class DeviceCache:
     @property
     def source(self) -> RowSource:
         return self.stores.source
-
-    @property
-    def capacity(self) -> int:
-        return sum(self.stores.capacities)
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -79,22 +79,18 @@ class DatabaseRows(RowSource):
                     "as HPS has them in databases; rename it."
                 )
         self._databases, self._model, self._lifts = tuple(databases), model, lifts
-        self._tables = {table.name: table for table in tables}
+        self.tables = {table.name: table for table in tables}
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
         # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
         # it, when a write begins and when it ends.
         self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
-
-    @property
-    def tables(self) -> Mapping[str, FrozenTable]:
-        return self._tables
 
     def num_rows(self, table: str) -> int:
         return self._databases[-1].count(self._name("num_rows", table))
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """Raises DatabaseError if no database can answer, or one has rows of another dim."""
-        name, dim, writes = self._name("fetch", table), self._tables[table].dim, self._shared.writes
+        name, dim, writes = self._name("fetch", table), self.tables[table].dim, self._shared.writes
         keys, inverse = np.unique(np.asarray(keys, np.uint64), return_inverse=True)
         rows, is_found = np.zeros((len(keys), dim), np.float32), np.zeros(len(keys), bool)
         missing = np.flatnonzero(self._fit(keys))
@@ -154,7 +150,7 @@ class DatabaseRows(RowSource):
 
     def insert(self, table: str, keys: Keys, rows: Rows) -> None:
         """Inserts or replaces rows of distinct keys, in the last database first; if one fails, some may be written."""
-        name, dim = self._name("insert", table), self._tables[table].dim
+        name, dim = self._name("insert", table), self.tables[table].dim
         keys, rows = np.asarray(keys, np.uint64), np.ascontiguousarray(rows, "<f4")
         if rows.shape != (len(keys), dim) or not self._fit(keys).all():
             raise ServingError(
@@ -192,5 +188,5 @@ class DatabaseRows(RowSource):
             yield where, keys[where].astype(self._key_dtype)
 
     def _name(self, op: str, table: str) -> str:
-        require_table(op, table, self._tables, f'model "{self._model}"')
+        require_table(op, table, self.tables, f'model "{self._model}"')
         return f"hps_et.{self._model}.{table}"
