@@ -19,10 +19,9 @@ from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, Record
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size
 from jaxsok.serving.ready import Form
-from jaxsok.serving.row_map import RowMap, host_device
+from jaxsok.serving.row_map import KEYS_AT_A_TIME, RowMap, host_device
 from jaxsok.types import NO_ROW
 
-KEYS_AT_A_TIME = 1 << 20  # in one fetch, to bound scratch memory
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
 _WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from jaxsok.serving.padding import fill_up, key_words, padded_size
 LOAD: float = 0.65
 
 Arrays = TypeVar("Arrays", bound=StoreArrays)
-KEYS_AT_A_TIME = 1 << 20
+KEYS_AT_A_TIME = 1 << 20  # in one program, to bound scratch memory
 _LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
-_UNUSED = np.uint32(0xFFFFFFFF)
+UNUSED = np.uint32(0xFFFFFFFF)
 SALT = np.array([types.COUNTERS.index("salt_low"), types.COUNTERS.index("salt_high")])
 
 
@@ -46,11 +46,11 @@ class RowMap:
         counters = np.zeros(len(types.COUNTERS), np.uint32)
         counters[SALT] = draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._arrays = StoreArrays(
-            index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), _UNUSED)),
+            index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), UNUSED)),
             counters=_on_host(counters),
             table_rows=_on_host(np.zeros(num_tables, np.uint32)),
             rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels need an array for new rows
-            records=(_on_host(np.full((capacity, types.RECORD_WORDS), _UNUSED)),),
+            records=(_on_host(np.full((capacity, types.RECORD_WORDS), UNUSED)),),
         )
 
     @property
@@ -129,7 +129,7 @@ class RowMap:
         most = types.MAX_CAPACITY
         if capacity > most:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {most}.")
-        records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, _UNUSED))
+        records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, UNUSED))
         rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
         if self.frequencies is not None:

@@ -14,11 +14,10 @@ from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.frozen import SEED
 from jaxsok.serving.padding import PADDING_WORD
-from jaxsok.serving.row_map import SALT, find_or_insert, release
+from jaxsok.serving.row_map import SALT, UNUSED, find_or_insert, release
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, RECORD_WORDS
 
-_UNUSED = np.uint32(0xFFFFFFFF)
 _NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 
@@ -58,11 +57,11 @@ class Queried:
 def empty_store(num_tables: int, capacity: int, salt: Any, rows: Array, numbers: tuple[Array, ...] = ()) -> CacheStore:
     """Makes a store without keys over the arrays of its rows."""
     return CacheStore(
-        index=jnp.full((num_buckets_of(capacity), BUCKET_WORDS), _UNUSED),
+        index=jnp.full((num_buckets_of(capacity), BUCKET_WORDS), UNUSED),
         counters=jnp.zeros(len(COUNTERS), jnp.uint32).at[SALT].set(salt),
         table_rows=jnp.zeros(num_tables, jnp.uint32),
         rows=(rows,),
-        records=(jnp.full((capacity, RECORD_WORDS), _UNUSED),),
+        records=(jnp.full((capacity, RECORD_WORDS), UNUSED),),
         statistics=(jnp.zeros((capacity, 2), jnp.uint32),),
         numbers=numbers,
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ from jaxsok import checks
 WRONG = object()  # what `Kind.parse` gives for a value of another kind
 SECRETS = ("password", "brokers")  # keys whose values are never shown: a URL may have a password
 REQUIRED = object()  # the default of a key without one
+HPS_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model, and of a table in a database
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -131,9 +133,10 @@ def declare(kind: Kind, default: Any = REQUIRED, *, block: str = "", repr: bool 
     )
 
 
-def column(name: str, kind: Kind, wanted: str, default: Any = REQUIRED) -> Any:
+def column(name: str, kind: Kind, entries: str, default: Any = REQUIRED) -> Any:
     """Declares a field of a table as an entry of one of HPS's lists."""
-    return dataclasses.field(metadata={"key": Key(list_of(kind, wanted), default), "block": "", "name": name})
+    values = list_of(kind, f"a list of {entries}, one for each table")
+    return dataclasses.field(metadata={"key": Key(values, default), "block": "", "name": name})
 
 
 def keys_of(kind: type) -> Keys:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
-from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, WRONG, Keys, Kind
+from jaxsok.serving.config.keys import BLOCK, HPS_NAME, REQUIRED, SECRETS, WRONG, Keys, Kind
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
 from jaxsok.serving.errors import ConfigError
 
@@ -43,7 +43,6 @@ _REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
 }
 MOST_IN_REDIS = 2**18 - 1  # keys in a command: with more, HPS's manual warns of obscure errors
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
-_MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
@@ -293,7 +292,7 @@ class _Reader:
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
         values = self.block(path, given, values_lib.MODEL_KEYS)
-        if not _MODEL_NAME.fullmatch(values["model"]):
+        if not HPS_NAME.fullmatch(values["model"]):
             self.refuse(f"{path}.model", values["model"], "1 to 120 letters, digits, _ and -")
         values["tables"] = self.tables(path, values)
         self.refuse_remote(f"{path}.dense_file", values["dense_file"])

@@ -43,20 +43,16 @@ class WithoutEffect:
 class TableConfig:
     """A table of a model: an entry of each of HPS's lists."""
 
-    name: str = column("embedding_table_names", keys.SOME_TEXT, "a list of names, one for each table", None)
+    name: str = column("embedding_table_names", keys.SOME_TEXT, "names", None)
     """The table's name, by default `sparse_embedding<i>`. Exports and checkpoints of jaxsok name the table so."""
-    dim: int = column("embedding_vecsize_per_table", keys.integer(1, MAX_DIM), "a list of dims, one for each table")
+    dim: int = column("embedding_vecsize_per_table", keys.integer(1, MAX_DIM), "dims")
     """Files of another dim are refused."""
-    file: str = column("sparse_files", keys.FILE, "a list of paths, one for each table")
+    file: str = column("sparse_files", keys.FILE, "paths")
     """An HPS directory, an export or a delta of `jaxsok.checkpoint`, or a step of an Orbax checkpoint."""
-    default: float | None = column(
-        "default_value_for_each_table", keys.OPTIONAL_FLOAT32, "a list of numbers, one for each table"
-    )
+    default: float | None = column("default_value_for_each_table", keys.OPTIONAL_FLOAT32, "numbers")
     """The number that a missing key reads, in every column. None (`null`, or a short list): as in training by the
     files, else 0.0."""
-    max_keys_per_sample: int = column(
-        "maxnum_catfeature_query_per_table_per_sample", keys.POSITIVE, "a list of numbers of keys, one for each table"
-    )
+    max_keys_per_sample: int = column("maxnum_catfeature_query_per_table_per_sample", keys.POSITIVE, "numbers of keys")
     """The keys of one sample, at most; a request has at most `max_batch_size` times as many."""
 
 

@@ -7,7 +7,6 @@ A table is a set of values by key, named "hps_et.<model>.<table>". A key has 8 b
 import abc
 import functools
 import logging
-import re
 import threading
 import time
 import types
@@ -18,13 +17,13 @@ import numpy as np
 
 from jaxsok.records import Records
 from jaxsok.serving.backing import IsFound, Keys, Rows, RowSource
+from jaxsok.serving.config.keys import HPS_NAME
 from jaxsok.serving.errors import DatabaseError, ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable
 from jaxsok.serving.ready import Background
 from jaxsok.types import PADDING_KEY
 
 RETRY_S = 1.0  # seconds that the last database answers alone after a failure of the first
-_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model or a table, as in HPS
 _log = logging.getLogger(__name__)
 
 
@@ -73,7 +72,7 @@ class DatabaseRows(RowSource):
         lifts: bool = False,
     ) -> None:
         for name in (model, *(table.name for table in tables)):
-            if not _NAME.fullmatch(name):
+            if not HPS_NAME.fullmatch(name):
                 raise ServingError(
                     f"DatabaseRows: model, tables: got {name!r}, wanted a name of 1 to 120 letters, digits, _ and -, "
                     "as HPS has them in databases; rename it."
