@@ -2,7 +2,7 @@
 
 `open` serves the models of a configuration; `freeze` and `lookup` need none. Import by name what needs other packages,
 `nnx` and `linen` (Flax), `artifact` (exported models), `http` (the server) and `streams` (Redis), and the parts
-`cache`, `backing` and `sources`.
+`cache`, `backing` and `folders`.
 """
 
 from jaxsok.serving.config import Config, ModelConfig, TableConfig

@@ -48,22 +48,20 @@ class LookupSpec:
         checks.check_fields(self, f'LookupSpec "{self.table}"')
 
 
-def _read_spec(op: str, given: Any) -> LookupSpec:
-    """Gives a spec as it is; the name of a table stands for one row for each key. TypeError: neither."""
-    if isinstance(given, LookupSpec):
-        return given
-    if isinstance(given, str):
-        return LookupSpec(given)
-    raise TypeError(f"{op}: got {type(given).__name__}, wanted a LookupSpec or the name of a table.")
-
-
 def read_specs(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
-    """Returns the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
+    """Returns the specs of a group by name, as a hashable value; the name of a table stands for a row for each key.
+
+    TypeError, ValueError: no mapping, an empty one, or other values.
+    """
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
         raise ValueError(f"{op}: specs: got none, wanted at least one.")
-    return tuple((name, _read_spec(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
+    for name, spec in given.items():
+        if not isinstance(spec, LookupSpec | str):
+            got = type(spec).__name__
+            raise TypeError(f'{op}: specs["{name}"]: got {got}, wanted a LookupSpec or the name of a table.')
+    return tuple((name, LookupSpec(spec) if isinstance(spec, str) else spec) for name, spec in given.items())
 
 
 def specs_of_features(collection: Collection) -> dict[str, LookupSpec]:
