@@ -370,12 +370,20 @@ def test_symbolic_batch(size):
         (LookupInput("a", np.zeros((2, 0), int), combiner="sum"), RequestError, "at least one column"),
         (LookupInput("a", np.zeros((2, 2, 2), int), combiner="sum"), RequestError, "wanted .num_bags."),
         (LookupInput("a", np.arange(2), max_norm=-1.0), RequestError, "max_norm: got -1.0"),
+        (LookupInput("a", jaxsok.Bags(np.arange(2))), RequestError, "Bags without a combiner"),
+        (LookupInput("a", jaxsok.Bags(np.arange(2), inverse=np.arange(2)), "sum"), RequestError, "inverse: got one"),
     ],
 )
 def test_requests_that_cannot_be(given, kind, message):
     made, _ = frozen_of([FrozenTable("a", 2)], {"a": {7: [1.0, 2.0]}})
     with pytest.raises(kind, match=message):
         lookup(made, {"x": given})
+
+
+def test_bags_have_their_own_weights():
+    made, _ = frozen_of([FrozenTable("a", 1)], {"a": {7: [1.0], 9: [2.0]}})
+    bags = jaxsok.Bags(np.array([7, 9, 7]), lengths=np.array([2, 1]), weights=np.array([1.0, 10.0, 100.0], np.float32))
+    assert lookup(made, {"x": LookupInput("a", bags, "sum")})["x"].tolist() == [[21.0], [100.0]]
 
 
 # Keys without a row: serving reads what `find` reads -----------------------------------------------------------------
