@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http
 import signal
 import socket
 import threading
@@ -10,9 +9,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxsok.serving.http.responses import CLOSE, Refusal, make_response
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App
@@ -34,30 +32,21 @@ def bind(host: str, port: int) -> socket.socket:
         raise OSError(f"serve: got {host}:{port}: {error}; give another --host or --port.") from None
 
 
-class _Connection(h11.Connection):
-    """Bounds a request's head however it arrives: h11 bounds only an incomplete head."""
-
-    is_head_long = False
-
-    def next_event(self) -> Any:
-        num_bytes = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
-        try:
-            event = super().next_event()
-        except h11.RemoteProtocolError as error:
-            self.is_head_long = error.error_status_hint == http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            raise
-        if isinstance(event, h11.Request) and num_bytes - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
-            self.is_head_long = True
-            raise h11.RemoteProtocolError("head too long")
-        return event
+def address_of(where: socket.socket) -> str:
+    host, port = where.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Protocol(H11Protocol):
-    """Lets the application close a connection whose client does not read; it would hold its response for ever."""
+class _Protocol(HttpToolsProtocol):
+    """Bounds the head of a request, refuses in the form of the application, and lets that cut a connection off.
+
+    A client that does not read would hold its response for ever.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn, self._is_refused = _Connection(h11.SERVER, MAX_HEAD_BYTES), False
+        self._refusal: Refusal | None = None  # the connection's last response
+        self._num_bytes, self._is_long = 0, False  # bytes of a head, or of what is around chunks, and whether too many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gives every request the means to close the connection."""
@@ -73,26 +62,58 @@ class _Protocol(H11Protocol):
         self.app = call
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
+        if self._refusal is not None:  # reads on for a while: else a client may see a reset before the answer
+            return
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self._num_bytes > MAX_HEAD_BYTES and self._refusal is None:
+            self._is_long = True
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        method = self.parser.get_method()  # pyright: ignore[reportOptionalMemberAccess]
+        rest = method, self.url, b"  HTTP/1.1\r\n\r\n"
+        num_bytes = sum(map(len, rest)) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        self._num_bytes, self._is_long = 0, num_bytes > MAX_HEAD_BYTES
+        if self._is_long:
+            raise ValueError  # the parser stops, and the request is refused
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_bytes = 0
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses malformed requests, and reads on for a while: else a client may see a reset before the answer."""
-        self._is_refused = True
-        if self.cycle is not None and not self.cycle.response_complete:  # the request that is being answered is damaged
+        """Refuses what is no HTTP, and a long head: now, or behind the responses of earlier requests."""
+        self._refusal = Refusal(400, "bad_request", "the request is no HTTP/1.1.", CLOSE)
+        if self._is_long:
+            message = f"the head of a request: got more than {MAX_HEAD_BYTES} bytes, at most so many are taken."
+            self._refusal = Refusal(431, "head_too_large", message, CLOSE)
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(self._refusal)
+        elif self.cycle.more_body:  # the request that is being answered, or that waits for it, is damaged
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # its response has begun
-            self.transport.close()
-            return
-        refusal = Refusal(400, "bad_request", "the request is no HTTP/1.1.", CLOSE)
-        if self.conn.is_head_long:
-            message = f"the head of a request: got more than {MAX_HEAD_BYTES} bytes, at most so many are taken."
-            refusal = Refusal(431, "head_too_large", message, CLOSE)
+            if self.cycle.response_started or self.pipeline:
+                self.transport.close()
+            else:
+                self._refuse(self._refusal)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._refusal is not None and self.cycle.response_complete:
+            self._refuse(self._refusal)
+
+    def _refuse(self, refusal: Refusal) -> None:
         response = make_response(refusal)
-        status, headers = response.status_code, [*self.server_state.default_headers, *response.raw_headers]
-        events = h11.Response(status_code=status, headers=headers), h11.Data(data=response.body), h11.EndOfMessage()
-        self.transport.write(b"".join(self.conn.send(event) for event in events))
+        head = [STATUS_LINE[response.status_code]]
+        for name, value in [*self.server_state.default_headers, *response.raw_headers]:
+            head.append(b"%s: %s\r\n" % (name, value))
+        self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
         self.transport.write_eof()
         self.loop.call_later(DISCARD_S, self.transport.close)
 
@@ -113,12 +134,10 @@ class Server(uvicorn.Server):
         on_ready: Callable[["Server"], None] | None = None,
     ) -> None:
         self.app, self._where, self._on_ready = app, where, on_ready
-        host, port = where.getsockname()[:2]
-        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.address = address_of(where)
         config = uvicorn.Config(
             self._asgi,
             interface="asgi3",
-            # h11 bounds the bytes of a request's head, httptools does not.
             http=_Protocol,
             ws="none",
             lifespan="on",
@@ -181,6 +200,8 @@ class Server(uvicorn.Server):
             with contextlib.suppress(OSError):  # no connection is left
                 for _ in range(self.config.backlog):
                     waiting.append(where.accept()[0])
+            with contextlib.suppress(OSError):  # it does not listen any more
+                where.shutdown(socket.SHUT_RDWR)  # to close it would leave it open in another process that has it
         for server in self.servers:
             server.close()
         for connection in waiting:

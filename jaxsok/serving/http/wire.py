@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import numpy as np
+import orjson
 
 from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError, RequestTooLargeError
@@ -25,6 +26,7 @@ from jaxsok.serving.errors import RequestError, RequestTooLargeError
 JSON = "application/json"
 TENSORS = "application/vnd.jaxsok.v1+safetensors"
 MEDIA_TYPES = {"json": JSON, "tensors": TENSORS}
+_FORMATS: dict[str | None, Literal["json", "tensors"]] = {JSON: "json", TENSORS: "tensors"}
 
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
@@ -40,7 +42,6 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KEY = re.compile(r"-?[0-9]{1,20}", re.ASCII)
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -118,11 +119,13 @@ def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) ->
             raise RequestTooLargeError(f"{message}{num_values} numbers.")
 
 
+@np.errstate(invalid="ignore")  # of NaN that signal
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
     """Writes a response: `rest`, and below `name` the arrays as nested lists; docs/server.md has their form."""
     if sum(extent(array.shape) for array in arrays.values()) <= PIECE_VALUES:  # many small arrays cost little at once
-        with contextlib.suppress(ValueError):  # numbers that are not finite
-            return _dumps({**rest, name: {key: array.tolist() for key, array in arrays.items()}})
+        text = _dumps({**rest, name: {key: _widen(array) for key, array in arrays.items()}})
+        if b"null" not in text:
+            return text
     parts = [_dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"]
     for number, (key, array) in enumerate(arrays.items()):
         parts.append((b"," if number else b"") + _dumps(key) + b":")
@@ -133,7 +136,7 @@ def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, An
 def _write(array: np.ndarray, parts: list[bytes]) -> None:
     """Adds an array's text in pieces: all other threads, also the event loop, wait while one is written."""
     if extent(array.shape) <= PIECE_VALUES:
-        parts.append(_dumps(_to_list(array)))
+        parts.append(_dumps_array(array))
         return
     step = max(1, PIECE_VALUES // extent(array.shape[1:]))
     for begin in range(0, len(array), step):
@@ -141,19 +144,27 @@ def _write(array: np.ndarray, parts: list[bytes]) -> None:
         if step == 1:
             _write(array[begin], parts)
         else:
-            parts.append(_dumps(_to_list(array[begin : begin + step]))[1:-1])
+            parts.append(_dumps_array(array[begin : begin + step])[1:-1])
     parts.append(b"]" if len(array) else b"[]")
 
 
 def _dumps(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _to_list(array: np.ndarray) -> Any:
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        flat = [item if math.isfinite(item) else _NONFINITE.get(item, "NaN") for item in array.reshape(-1).tolist()]
-        return np.array(flat, object).reshape(array.shape).tolist()
-    return array.tolist()
+def _dumps_array(array: np.ndarray) -> bytes:
+    text = _dumps(_widen(array))
+    if b"null" not in text:
+        return text
+    flat = [item if math.isfinite(item) else _NONFINITE.get(item, "NaN") for item in array.reshape(-1).tolist()]
+    return _dumps(np.array(flat, object).reshape(array.shape).tolist())
+
+
+def _widen(array: np.ndarray) -> Any:
+    """Makes of an array what is written: a float32 as the double of the same value; null is what is not finite."""
+    if array.ndim == 0:
+        return array.item()
+    return array.astype(np.float64 if array.dtype.kind == "f" else array.dtype, order="C")
 
 
 def _flatten(value: Any, what: str, kinds: set[type], wanted: str) -> tuple[list[Any], tuple[int, ...]]:
@@ -261,7 +272,7 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
         header[name] = {"dtype": _NAMES[little.dtype], "shape": list(little.shape), "data_offsets": [place, end]}
         data.append(little.tobytes())
         place = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _dumps(header)
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *data])
 
@@ -342,16 +353,18 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
 
 def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
     """Finds the format that a Content-Type names; None: neither."""
+    if (given := _FORMATS.get(content_type)) is not None:  # without more, as most clients write it
+        return given
     header = email.message.Message()
     header["Content-Type"] = content_type or ""
     if header.get_content_charset("utf-8") not in ("utf-8", "utf8"):
         return None
-    return {JSON: "json", TENSORS: "tensors"}.get(header.get_content_type())  # pyright: ignore[reportReturnType]
+    return _FORMATS.get(header.get_content_type())
 
 
 def choose_format(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
     """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither."""
-    if accept is None or not accept.strip():
+    if accept is None or accept.strip() in ("", "*/*"):
         return default
     asked: dict[str, float] = {}
     for part in accept.lower().split(","):
