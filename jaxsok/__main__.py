@@ -9,7 +9,6 @@ import gc
 import importlib
 import importlib.util
 import json
-import logging
 import os
 import pathlib
 import re
@@ -212,6 +211,8 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="HPS JSON")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; by default of this machine alone")
     parser.add_argument("--port", type=whole, default=8500, help="0: any that is free")
+    text = "that read requests and write responses; 1: the process that has the tables does it"
+    parser.add_argument("--processes", type=whole, default=1, metavar="N", help=text)
     parser.add_argument("--watch", metavar="FOLDER", help="applies exports and deltas that appear in it, in order")
     parser.add_argument("--watch-interval-s", type=seconds, default=2.0, metavar="S", help="between two looks")
     parser.add_argument("--access-log", action="store_true", help="a line for each request")
@@ -238,31 +239,42 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     try:
         from jaxsok.serving import session
-        from jaxsok.serving.http import running, server, watch
+        from jaxsok.serving.http import processes, running, server, watch
     except ImportError as error:
         print(f"serve: {error}; run pip install 'jaxsok[serving]'.", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("jaxsok").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    processes.log_to_stderr()
     try:
         server_options = server.ServerOptions.of(vars(options))
+        if options.processes < 1:
+            raise ValueError(f"serve: --processes: got {options.processes}, wanted 1 or more.")
         # Checks address and folder first: a model may take minutes to load.
-        with running.bind(options.host, options.port) as where:
+        with contextlib.ExitStack() as stack:
+            sockets = processes.bind(options.host, options.port, options.processes)
+            for where in sockets:
+                stack.enter_context(where)
             if options.watch is not None:
                 watch.require_folder(options.watch)
+            if options.processes > 1:
+                processes.prepare()
             opened = session.open(options.config)
             print(opened.report(), flush=True)
-            app = server.App(opened, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
+            watched = {"watch": options.watch, "watch_interval_s": options.watch_interval_s}
 
-            def begin(found: running.Server) -> None:
+            def begin(found: running.Server | processes.Processes) -> None:
                 # All that is there now stays: a full collection that visits it holds up all requests for 0.1 s, several
                 # times a second. Versions that updates replace need no collection: nothing in them refers in a cycle.
                 gc.collect()
                 gc.freeze()
                 print(f"serve: answers at {found.address}", flush=True)
 
-            running.Server(app, where, access_log=options.access_log, on_ready=begin).run()
+            ran = {"access_log": options.access_log, "on_ready": begin}
+            if options.processes > 1:
+                found = processes.Processes(opened, server_options, sockets, **watched, **ran)
+            else:
+                found = running.Server(server.App(opened, server_options, **watched), sockets[0], **ran)
+            app = found.app
+            found.run()
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

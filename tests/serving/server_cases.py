@@ -1,7 +1,7 @@
 """A session in memory, of which every answer can be foretold, and a server over it; for tests of the server alone.
 
-`python tests/serving/server_cases.py SECONDS [DRAIN_S]` runs one as a process of its own: the versions of its tables
-rise meanwhile.
+`python tests/serving/server_cases.py SECONDS [DRAIN_S [NUM_PROCESSES]]` runs one as a process of its own: the versions
+of its tables rise meanwhile.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from jaxsok.serving import artifact, errors
-from jaxsok.serving.http import running, server
+from jaxsok.serving.http import processes, running, server
 
 DIMS = {"user": 4, "item": 3}
 DEFAULT = -7.0
@@ -164,14 +164,20 @@ class Session:
 
 
 @contextlib.contextmanager
-def serving(session, watch=None, **options):
-    """Runs a real server on a port of its own, in a thread; yields its address and the server."""
+def serving(session, watch=None, num_processes=1, **options):
+    """Runs a real server on a port of its own, in a thread, with its front ends; yields the server."""
     ready = threading.Event()
-    with running.bind("127.0.0.1", 0) as where:
-        app = server.App(
-            session, server.ServerOptions(**{"max_delay_ms": 1.0, **options}), watch=watch, watch_interval_s=0.05
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(where) for where in processes.bind("127.0.0.1", 0, num_processes)]
+        given, watched = (
+            server.ServerOptions(**{"max_delay_ms": 1.0, **options}),
+            dict(watch=watch, watch_interval_s=0.05),
         )
-        found = running.Server(app, where, on_ready=lambda _: ready.set())
+        if num_processes > 1:
+            found = processes.Processes(session, given, sockets, on_ready=lambda _: ready.set(), **watched)
+        else:
+            app = server.App(session, given, **watched)
+            found = running.Server(app, sockets[0], on_ready=lambda _: ready.set())
         found.thread = thread = threading.Thread(target=found.run, daemon=True)
         thread.start()
         assert ready.wait(30)
@@ -188,7 +194,7 @@ def resident_bytes(pid):
     return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(interval_s, drain_s=0.0):
+def main(interval_s, drain_s=0.0, num_processes=1):
     session = Session()
 
     def update():
@@ -198,9 +204,12 @@ def main(interval_s, drain_s=0.0):
             session.calls.clear()
 
     threading.Thread(target=update, daemon=True).start()
-    with running.bind("127.0.0.1", 0) as where:
-        app = server.App(session, server.ServerOptions(drain_s=drain_s))
-        running.Server(app, where, on_ready=lambda found: print(found.address, flush=True)).run()
+    options, sockets = server.ServerOptions(drain_s=drain_s), processes.bind("127.0.0.1", 0, int(num_processes))
+    ran = {"on_ready": lambda found: print(found.address, flush=True)}
+    if num_processes > 1:
+        processes.Processes(session, options, sockets, **ran).run()
+    else:
+        running.Server(server.App(session, options), sockets[0], **ran).run()
     print("ended", flush=True)
 
 

@@ -937,7 +937,7 @@ def test_a_call_that_breaks_off_is_the_last_of_no_other():
 
 def test_those_who_leave_the_queue_are_not_run():
     """Requests that leave the queue are not run, and free their places."""
-    begun, go, calls = threading.Event(), threading.Event(), []
+    begun, go, calls, depths = threading.Event(), threading.Event(), [], []
 
     def run(payloads):
         calls.append(list(payloads))
@@ -947,7 +947,9 @@ def test_those_who_leave_the_queue_are_not_run():
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            batcher = batching.Batcher(run, {"n": 1}, executor=threads, max_delay_s=0, max_waiting=2)
+            batcher = batching.Batcher(
+                run, {"n": 1}, executor=threads, max_delay_s=0, max_waiting=2, observe_depth=depths.append
+            )
             first = asyncio.ensure_future(batcher.submit("first", {"n": 1}))
             await asyncio.to_thread(begun.wait, 10)
             second, third = (asyncio.ensure_future(batcher.submit(name, {"n": 1})) for name in ("second", "third"))
@@ -956,7 +958,7 @@ def test_those_who_leave_the_queue_are_not_run():
                 await batcher.submit("fourth", {"n": 1})
             second.cancel()
             await asyncio.sleep(0.01)
-            assert batcher.num_waiting == 1
+            assert depths[-1] == 1
             go.set()
             assert [await first, await third] == ["first", "third"]
             assert await batcher.close()
@@ -1227,7 +1229,7 @@ def test_responses_that_nobody_reads_are_counted(large):
         answered = "jaxsok_requests_total", "200", "lookup", "ranker"
         with deaf(found.address, large) as reader, deaf(found.address, large):
             wait_until(lambda: samples_of(client.get("/metrics").text).get(answered) == 2)
-            assert num_taken(client) == 2 and found.app.held_bytes > 2 << 24
+            assert num_taken(client) == 2 and found.app.held.num_bytes > 2 << 24
             assert client.post(LOOKUP, json={"keys": {"user": [4]}}).status_code == 503
             got = b""
             while b"\r\n\r\n" not in got:
@@ -1240,7 +1242,7 @@ def test_responses_that_nobody_reads_are_counted(large):
             wait_until(lambda: num_taken(client) == 1)
             assert is_well(client)
         wait_until(lambda: num_taken(client) == 0)
-        assert found.app.held_bytes == 0
+        assert found.app.held.num_bytes == 0
 
 
 def test_clients_that_do_not_read_are_cut_off(large):
@@ -1253,7 +1255,7 @@ def test_clients_that_do_not_read_are_cut_off(large):
                 while part := line.recv(1 << 20):
                     num_bytes += len(part)
             assert num_bytes < 1 << 24, "the connection ended before the response did"
-            assert is_well(client) and found.app.held_bytes == 0
+            assert is_well(client) and found.app.held.num_bytes == 0
 
 
 def test_little_of_a_response_is_on_its_way(large, monkeypatch):
@@ -1293,7 +1295,7 @@ def test_clients_that_read_for_too_long_are_cut_off(large):
         with httpx.Client(base_url=found.address) as client:
             assert samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1
             wait_until(lambda: num_taken(client) == 0)
-            assert is_well(client) and found.app.held_bytes == 0
+            assert is_well(client) and found.app.held.num_bytes == 0
 
 
 def test_how_long_a_response_may_take():
@@ -1310,7 +1312,7 @@ def test_clients_that_read_nothing_take_bounded_memory(large):
             for number in range(16):
                 stack.enter_context(deaf(found.address, large))
                 wait_until(lambda number=number: num_answered(client) > number)
-                assert found.app.held_bytes <= 60 << 20
+                assert found.app.held.num_bytes <= 60 << 20
                 if number == 4:
                     before = cases.resident_bytes(os.getpid())
             assert cases.resident_bytes(os.getpid()) - before < 60 << 20

@@ -201,11 +201,12 @@ async def scrape(port):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "update_s"), [(5, 0.5), pytest.param(60, 2.0, marks=pytest.mark.slow)], ids=["5s", "60s"]
+    ("seconds", "update_s", "num_processes"),
+    [(5, 0.5, 1), (3, 0.5, 2), *(pytest.param(60, 2.0, number, marks=pytest.mark.slow) for number in (1, 2))],
 )
-def test_load(tmp_path, seconds, update_s, record_property):
+def test_load(tmp_path, seconds, update_s, num_processes, record_property):
     """Under load no request fails, no response mixes two versions, memory stays, and the process ends in order."""
-    with serve(tmp_path) as (process, port, watched):
+    with serve(tmp_path, "--processes", str(num_processes)) as (process, port, watched):
         seen, num_updates = asyncio.run(load(port, process.pid, watched, seconds, update_s))
         metrics = asyncio.run(scrape(port))
         process.send_signal(signal.SIGTERM)

@@ -371,7 +371,7 @@ def test_metrics_and_configuration(url, tmp_path):
         training.publish()
         wait_until(lambda: session.stats()["delay_s"] > 0)
         assert 'updates: Redis streams, as consumer "here"' in session.report()
-        text = Metrics(lambda: {"dlrm": session.stats()}, dict).text().decode()
+        text = Metrics(lambda: {"dlrm": session.stats()}).text().decode()
         for name, value in {"lag_versions": 0.0, "lag_seconds": 0.0, "is_following": 1.0}.items():
             assert f'jaxsok_stream_{name}{{model="dlrm"}} {value}' in text
         assert "jaxsok_stream_delay_seconds" in text

@@ -49,24 +49,22 @@ class Batcher(Generic[Payload, Result]):
         max_waiting: int = 1024,
         num_workers: int = 1,
         observe: Callable[[Sequence[Payload], bool], None] | None = None,
+        observe_depth: Callable[[int], None] = lambda depth: None,
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
         `run` is called in a thread; if it fails for several payloads, it is called with each alone. `limits` bound the
         costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and whether it
-        was split.
+        was split; `observe_depth` the number that wait, when it changes.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
+        self._observe_depth = observe_depth
         self._waiting: collections.deque[_Job[Payload]] = collections.deque()
         self._num_counted, self._totals = 0, dict.fromkeys(limits, 0)  # the first that wait, and what they cost
         self._arrived, self._turn = asyncio.Event(), asyncio.Lock()
         self._workers: list[asyncio.Task[None]] = []
         self._closed = False
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
         """Waits for the payload's result, or raises its error; a cancelled caller takes its payload back."""
@@ -77,6 +75,7 @@ class Batcher(Generic[Payload, Result]):
         loop = asyncio.get_running_loop()
         job = _Job(payload, costs, loop.time(), loop.create_future())
         self._waiting.append(job)
+        self._observe_depth(len(self._waiting))
         self._arrived.set()
         if not self._workers:
             self._workers = [loop.create_task(self._work()) for _ in range(self._num_workers)]
@@ -118,8 +117,9 @@ class Batcher(Generic[Payload, Result]):
             num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
             if is_full or rest_s <= 0 or self._closed:
+                jobs = [self._waiting.popleft() for _ in range(num_jobs)]
                 self._forget_count()
-                return [self._waiting.popleft() for _ in range(num_jobs)]
+                return jobs
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest_s):
@@ -133,17 +133,18 @@ class Batcher(Generic[Payload, Result]):
         """
         limits, totals = self._limits, self._totals
         for job in itertools.islice(self._waiting, self._num_counted, None):
-            costs = {name: cost for name, cost in job.costs.items() if name in limits}
-            if any(totals[name] + cost > limits[name] for name, cost in costs.items()):
-                return max(self._num_counted, 1), True
-            for name, cost in costs.items():
-                totals[name] += cost
+            costs = [(name, totals[name] + cost) for name, cost in job.costs.items() if name in limits]
+            for name, total in costs:
+                if total > limits[name]:
+                    return max(self._num_counted, 1), True
+            totals.update(costs)
             self._num_counted += 1
         return self._num_counted, any(totals[name] == limit for name, limit in limits.items())
 
     def _forget_count(self) -> None:
         """Forgets the count, since some of those that were counted do not wait any more."""
         self._num_counted, self._totals = 0, dict.fromkeys(self._limits, 0)
+        self._observe_depth(len(self._waiting))
 
     async def _answer(self, jobs: Sequence[_Job[Payload]]) -> None:
         loop = asyncio.get_running_loop()

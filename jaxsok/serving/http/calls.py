@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, require_table
 from jaxsok.serving.http import wire
+from jaxsok.serving.http.remote import Remote, join, split
 from jaxsok.serving.model.served import check_bits
 
 Arrays = dict[str, np.ndarray]
@@ -24,6 +25,7 @@ class ParsedRequest:
     arrays: Mapping[str, Any]  # keys by table, or inputs by name: arrays and Bags with lengths
     num_keys: Mapping[str, int]  # by table
     num_samples: int = 0  # of a prediction, at least 1
+    num_requests: int = 1  # that a front end has joined to this one
 
     @property
     def costs(self) -> dict[str, int]:
@@ -40,6 +42,13 @@ class ParsedRequest:
 class _Calls:
     session: Any
     max_keys: int  # of one request
+    op: ClassVar[str]
+
+    def _ask(self, arrays: Mapping[str, Any], model: str, requests: Sequence[ParsedRequest]) -> Any:
+        ask = getattr(self.session, self.op)
+        if isinstance(self.session, Remote):
+            return ask(arrays, model, num_requests=len(requests))
+        return ask(arrays, model=model)
 
 
 class Lookups(_Calls):
@@ -67,19 +76,28 @@ class Lookups(_Calls):
         _check_most(total, self.max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
+    def take(self, arrays: Mapping[str, Any], model: Any, num_requests: int, sizes: Mapping[str, int]) -> ParsedRequest:
+        """Takes the keys that a front end has checked and joined of some requests (`Remote.lookup`)."""
+        return ParsedRequest(split(arrays[""], sizes), sizes, num_requests=num_requests)
+
+    def give(self, rows: Arrays) -> Arrays:
+        """Makes of the rows what a front end takes."""
+        return {"": join(rows)}
+
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
-        answer = self.session.lookup(joined, model=model)
+        answer = self._ask(joined, model, requests)
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
-        results = []
+        results, ends = [], dict.fromkeys(names, 0)
         for request in requests:
             parts = {}
             for name, keys in request.arrays.items():
-                parts[name] = rows[name][: keys.size].reshape(*keys.shape, rows[name].shape[-1])
-                rows[name] = rows[name][keys.size :]
+                begin, ends[name] = ends[name], ends[name] + keys.size
+                part = rows[name][begin : ends[name]]
+                parts[name] = part if keys.ndim == 1 else part.reshape(*keys.shape, part.shape[1])
             results.append((parts, int(answer.version)))
         return results
 
@@ -135,6 +153,22 @@ class Predictions(_Calls):
             _check_most(number, model.max_keys[table], f'{op}: table "{table}"')
         return ParsedRequest(inputs, num_keys, num_samples)
 
+    def take(self, inputs: Mapping[str, Any], model: Any, num_requests: int, _: None) -> ParsedRequest:
+        """Takes the inputs that a front end has checked and joined of some requests: Bags with offsets."""
+        arrays, num_keys = dict[str, Any](), collections.Counter[str]()
+        for name, value in inputs.items():
+            if isinstance(value, Bags):
+                value = Bags(value.keys, lengths=np.diff(value.offsets), weights=value.weights)
+            arrays[name] = value
+            if isinstance(spec := (model.inputs or {}).get(name), BagsInput | KeysInput):
+                num_keys[spec.table] += (value.keys if isinstance(value, Bags) else value).size
+        first = next(iter(arrays.values()))
+        num_samples = len(first.lengths if isinstance(first, Bags) else first)
+        return ParsedRequest(arrays, num_keys, num_samples, num_requests)
+
+    def give(self, outputs: Arrays) -> Arrays:
+        return outputs
+
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         """Gives each request its outputs, and the version.
 
@@ -154,7 +188,7 @@ class Predictions(_Calls):
 
     def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
         joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-        answer = self.session.predict(joined, model=known.name)
+        answer = self._ask(joined, known.name, requests)
         outputs = {name: np.asarray(value) for name, value in answer.items()}
         for name, value in outputs.items():
             if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):

@@ -1,13 +1,13 @@
 """Prometheus metrics of a server, in its own registry; the session's counters are read at the time of a scrape."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import prometheus_client
-from prometheus_client import core, registry
+from prometheus_client import core, multiprocess, registry
 
 Stats: TypeAlias = Callable[[], Mapping[str, Mapping[str, Any]]]
-Depths: TypeAlias = Callable[[], Mapping[tuple[str, str], int]]
 
 _MILLISECONDS = (0.5, 1, 2, 3, 5, 7.5, 10, 20, 30, 50, 100, 200, 500, 1000, 2000, 5000, 30000)
 LATENCY_BUCKETS = tuple(bound / 1000 for bound in _MILLISECONDS)
@@ -37,15 +37,21 @@ _OF_SESSION = (  # kind, metric, its name in `Session.stats`, and its text
 
 
 class Metrics:
-    """Counters and histograms of one server."""
+    """Counters and histograms of one server.
+
+    Front ends (processes.py) count requests in files below `front_ends`; the process of the session adds these up.
+    """
 
     content_type = prometheus_client.CONTENT_TYPE_LATEST
 
-    def __init__(self, stats: Stats, depths: Depths) -> None:
-        self.registry = prometheus_client.CollectorRegistry()
+    def __init__(self, stats: Stats, front_ends: str | None = None) -> None:
+        self.registry = of_requests = prometheus_client.CollectorRegistry()
+        if front_ends is not None:
+            multiprocess.MultiProcessCollector(self.registry, front_ends)
+            of_requests = prometheus_client.CollectorRegistry()  # never read: this process takes no requests
 
         def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-            return kind(f"jaxsok_{name}", text, labels, registry=self.registry, **options)
+            return kind(f"jaxsok_{name}", text, labels, **{"registry": of_requests, **options})
 
         counter, histogram, gauge = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
         asked = "endpoint", "model"
@@ -54,17 +60,33 @@ class Metrics:
         self.latency = metric(histogram, "request_seconds", text, *asked, buckets=LATENCY_BUCKETS)
         self.received = metric(counter, "received_bytes", "bytes of bodies received", *asked)
         self.sent = metric(counter, "sent_bytes", "bytes of bodies sent", *asked)
-        text = "requests of one call of the session"
-        self.batch_requests = metric(histogram, "batch_requests", text, *asked, buckets=REQUEST_BUCKETS)
-        text = "keys (lookup) or samples (predict) of one call"
-        self.batch_size = metric(histogram, "batch_size", text, *asked, buckets=SIZE_BUCKETS)
-        self.splits = metric(counter, "batch_splits", "calls that failed and were run request by request", *asked)
-        self.watched = metric(counter, "watched_updates", "folders that --watch found", "model", "result")
-        text = "responses that were cut off, since they were read too slowly"
+        text, summed = "responses that were cut off, since they were read too slowly", {"multiprocess_mode": "livesum"}
         self.unread = metric(counter, "unread_responses", text)
-        self.in_flight = metric(gauge, "requests_in_flight", "requests whose response is not sent")
-        self.is_ready = metric(gauge, "ready", "1 while requests are taken")
-        self.registry.register(_AtScrape(stats, depths))
+        self.depth = metric(gauge, "queue_depth", "requests that wait", *asked, **summed)
+        self.in_flight = metric(gauge, "requests_in_flight", "requests whose response is not sent", **summed)
+        self.is_ready = metric(gauge, "ready", "1 while requests are taken", multiprocess_mode="livemin")
+        here = {"registry": self.registry}
+        text = "requests of one call of the session"
+        self.batch_requests = metric(histogram, "batch_requests", text, *asked, buckets=REQUEST_BUCKETS, **here)
+        text = "keys (lookup) or samples (predict) of one call"
+        self.batch_size = metric(histogram, "batch_size", text, *asked, buckets=SIZE_BUCKETS, **here)
+        text = "calls that failed and were run request by request"
+        self.splits = metric(counter, "batch_splits", text, *asked, **here)
+        self.watched = metric(counter, "watched_updates", "folders that --watch found", "model", "result", **here)
+        self.registry.register(_AtScrape(stats))
+
+        self._children = functools.cache(
+            lambda *labels: [family.labels(*labels) for family in (self.latency, self.received, self.sent)]
+        )
+        self._answers = functools.cache(self.requests.labels)
+
+    def add(self, labels: tuple[str, str], status: int, seconds: float, received: int, sent: int) -> None:
+        """Counts a request that is answered, by endpoint and model."""
+        self._answers(*labels, str(status)).inc()
+        latency, received_bytes, sent_bytes = self._children(*labels)
+        latency.observe(seconds)
+        received_bytes.inc(received)
+        sent_bytes.inc(sent)
 
     def text(self) -> bytes:
         """Formats all metrics for Prometheus. Asks the session: call it off the event loop."""
@@ -72,8 +94,8 @@ class Metrics:
 
 
 class _AtScrape(registry.Collector):
-    def __init__(self, stats: Stats, depths: Depths) -> None:
-        self._stats, self._depths = stats, depths
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
 
     def describe(self) -> Iterable[core.Metric]:
         return ()  # known at a scrape only
@@ -81,14 +103,10 @@ class _AtScrape(registry.Collector):
     def collect(self) -> Iterable[core.Metric]:
         stats = self._stats()
         for kind, metric, name, text in _OF_SESSION:
-            values = {(model,): found.get(name) for model, found in stats.items()}
-            numbers = {labels: value for labels, value in values.items() if isinstance(value, int | float)}
+            values = {model: found.get(name) for model, found in stats.items()}
+            numbers = {model: value for model, value in values.items() if isinstance(value, int | float)}
             if numbers:
-                yield _fill(kind(f"jaxsok_{metric}", text, labels=["model"]), numbers)
-        yield _fill(_GAUGE("jaxsok_queue_depth", "requests that wait", labels=["endpoint", "model"]), self._depths())
-
-
-def _fill(family: Any, values: Mapping[tuple[str, ...], float]) -> core.Metric:
-    for labels, value in values.items():
-        family.add_metric(list(labels), value)
-    return family
+                family = kind(f"jaxsok_{metric}", text, labels=["model"])
+                for model, value in numbers.items():
+                    family.add_metric([model], value)
+                yield family

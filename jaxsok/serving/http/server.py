@@ -28,8 +28,9 @@ from jaxsok.serving.artifact.inputs import input_to_json
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
-from jaxsok.serving.http.calls import Lookups, ParsedRequest, Predictions
+from jaxsok.serving.http.calls import Arrays, Lookups, ParsedRequest, Predictions
 from jaxsok.serving.http.metrics import Metrics
+from jaxsok.serving.http.remote import Remote
 from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
 
@@ -75,6 +76,28 @@ class ServerOptions:
         return cls(**{name: given[name] for name in names})
 
 
+class Held:
+    """The requests that are not answered and the bytes that they hold, of all processes that answer requests.
+
+    `counts` has two numbers for each process, which only that process writes; others may read them a moment late.
+    """
+
+    def __init__(self, counts: Any = None, number: int = 0) -> None:
+        self._counts, self._first = [0, 0] if counts is None else counts, 2 * number
+
+    def add(self, num_requests: int, num_bytes: int) -> None:
+        self._counts[self._first] += num_requests
+        self._counts[self._first + 1] += num_bytes
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self._counts[0::2])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._counts[1::2])
+
+
 class _Request(Request):
     """A request that is being answered."""
 
@@ -89,15 +112,14 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, request = self._app, _Request(scope, receive)
-        app.num_taken += 1
-        app.metrics.in_flight.set(app.num_taken)
+        app.held.add(1, 0)
+        app.metrics.in_flight.inc()
         try:
             response = await app.respond(self._name, self._answer, request)
             await app.send(response, request, send)
         finally:
-            app.num_taken -= 1
-            app.held_bytes -= request.num_bytes
-            app.metrics.in_flight.set(app.num_taken)
+            app.held.add(-1, -request.num_bytes)
+            app.metrics.in_flight.dec()
 
 
 Answer: TypeAlias = Callable[[_Request], Awaitable[Response]]
@@ -107,7 +129,8 @@ class App:
     """The ASGI application (`asgi`) over one session, with its batchers, threads and counters.
 
     Work begins with the application's lifespan, whose end closes the session. `watch` is a folder of exports and deltas
-    (watch.py): those in it are applied before the first request, later ones as they come.
+    (watch.py): those in it are applied before the first request, later ones as they come. `held` and `front_ends` are
+    of a server of several processes (processes.py): what all of them hold, and the folder of their counts.
     """
 
     def __init__(
@@ -117,10 +140,12 @@ class App:
         *,
         watch: str | os.PathLike[str] | None = None,
         watch_interval_s: float = 2.0,
+        held: Held | None = None,
+        front_ends: str | None = None,
     ) -> None:
-        self.session, self.options = session, options or ServerOptions()
+        self.session, self.options, self.held = session, options or ServerOptions(), held or Held()
         self._names = frozenset(session.models)  # to describe all models for each request would take time
-        self.metrics = Metrics(self._stats, self._depths)
+        self.metrics = Metrics(self._stats, front_ends)
         self._watcher = None
         if watch is not None:
             count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
@@ -128,23 +153,22 @@ class App:
         self.is_stopping = False
         self.is_closed = False  # then nothing of the session runs any more
         self.num_running = 0  # calls of the session that have not ended, also those whose clients have gone
-        self.num_taken, self.held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
-        self._kinds = tuple(kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
+        self.kinds = {kind.op: kind(session, self.options.max_keys) for kind in (Lookups, Predictions)}
         pages = {"/readyz": self._readyz, "/metrics": self._metrics}
         pages["/healthz"] = lambda _: JSONResponse({"status": "ok"})
         asked = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
         asked += [
-            ("POST", f"/{{model}}/{kind.op}", kind.op, functools.partial(self._ask, kind)) for kind in self._kinds
+            ("POST", f"/{{model}}/{op}", op, functools.partial(self._ask, kind)) for op, kind in self.kinds.items()
         ]
         routes = [Route(path, page) for path, page in pages.items()]
         for method, path, name, answer in asked:
             routes.append(Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method]))
         handlers = {HTTPException: http_error}
-        self.asgi = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
         self.asgi.router.redirect_slashes = False
 
     @property
@@ -152,7 +176,7 @@ class App:
         return self._bodies is not None and not self.is_stopping
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def lifespan(self, _: Starlette | None = None) -> AsyncIterator[None]:
         self._bodies = self._pool(2, "jaxsok-body")
         if self._watcher is not None:
             try:
@@ -189,10 +213,10 @@ class App:
         # A client may ask for any name; only those that exist become labels.
         labels = (name, model if model in self._names else "")
         try:
-            if self.num_taken > self.options.max_requests:
+            if self.held.num_requests > self.options.max_requests:
                 raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
             response = await answer(request)
-            _check_held(self.held_bytes - request.num_bytes, len(response.body), self.options, name)
+            _check_held(self.held.num_bytes - request.num_bytes, len(response.body), self.options, name)
         except ClientDisconnect:
             response = make_response(Refusal(499, "client_closed", "the client left"))
         except asyncio.CancelledError:
@@ -201,12 +225,10 @@ class App:
             response = make_response(refusal_of(ClosedError(), name))
         except Exception as error:
             response = make_response(refusal_of(error, name))
-        self.metrics.requests.labels(*labels, str(response.status_code)).inc()
-        self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
-        self.metrics.received.labels(*labels).inc(request.num_bytes)
-        self.metrics.sent.labels(*labels).inc(len(response.body))
-        self.held_bytes += len(response.body) - request.num_bytes
-        request.num_bytes = len(response.body)
+        seconds, sent = time.perf_counter() - begin, len(response.body)
+        self.metrics.add(labels, response.status_code, seconds, request.num_bytes, sent)
+        self.held.add(0, sent - request.num_bytes)
+        request.num_bytes = sent
         return response
 
     async def send(self, response: Response, request: Request, send: Send) -> None:
@@ -247,13 +269,12 @@ class App:
 
     async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
-        payload = await self._off_loop(len(body), kind.read, body, given, model)
+        payload = await self.off_loop(len(body), kind.read, body, given, model)
         if isinstance(kind, Lookups):  # its bytes are known before it is made
             arrays = payload.arrays.items()
             num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in arrays)
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
-        batcher = self._batchers.get((kind.op, model.name)) or self._batcher(kind, model)
-        arrays, version = await batcher.submit(payload, payload.costs)
+        arrays, version = await self.submit(kind, model, payload)
         num_values = sum(wire.extent(array.shape) for array in arrays.values())
         num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
         _check_response(num_values, num_bytes, wanted, options, kind.op)
@@ -261,7 +282,12 @@ class App:
         work = functools.partial(wire.tensors_body, arrays, {**about, "version": str(version)})
         if wanted == "json":
             work = functools.partial(wire.json_body, kind.field, arrays, about)
-        return Response(await self._off_loop(num_bytes, work), media_type=wire.MEDIA_TYPES[wanted])
+        return Response(await self.off_loop(num_bytes, work), media_type=wire.MEDIA_TYPES[wanted])
+
+    async def submit(self, kind: Lookups | Predictions, model: Any, payload: ParsedRequest) -> tuple[Arrays, int]:
+        """Lets a request share a call of the session; gives its arrays, and their version."""
+        batcher = self._batchers.get((kind.op, model.name)) or self._batcher(kind, model)
+        return await batcher.submit(payload, payload.costs)
 
     def _model(self, request: Request, op: str) -> Any:
         name, models = request.path_params["model"], self.session.models
@@ -287,8 +313,8 @@ class App:
                 async for part in request.stream():
                     parts.append(part)
                     request.num_bytes += len(part)
-                    self.held_bytes += len(part)
-                    is_long, is_much = request.num_bytes > most, self.held_bytes > options.max_held_bytes
+                    self.held.add(0, len(part))
+                    is_long, is_much = request.num_bytes > most, self.held.num_bytes > options.max_held_bytes
                     if is_long or is_much:
                         parts.clear()
                         await _discard(request, options)
@@ -300,7 +326,7 @@ class App:
             raise Refusal(408, "body_timeout", message, CLOSE) from None
         return b"".join(parts)
 
-    async def _off_loop(self, num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
+    async def off_loop(self, num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
         """Runs the work, in a thread if its body is large."""
         if num_bytes <= _INLINE_BYTES:
             return work(*arguments)
@@ -327,7 +353,7 @@ class App:
                     self.num_running -= 1
 
         def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
-            self.metrics.batch_requests.labels(*labels).observe(len(payloads))
+            self.metrics.batch_requests.labels(*labels).observe(sum(payload.num_requests for payload in payloads))
             self.metrics.batch_size.labels(*labels).observe(sum(payload.size for payload in payloads))
             self.metrics.splits.labels(*labels).inc(is_split)
 
@@ -339,7 +365,8 @@ class App:
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
-            observe=observe,
+            observe=None if isinstance(self.session, Remote) else observe,  # counted where the calls are made
+            observe_depth=self.metrics.depth.labels(*labels).set,
         )
         return self._batchers[labels]
 
@@ -369,7 +396,7 @@ class App:
                 "max_keys": options.max_keys,
                 "max_body_bytes": {
                     kind.op: {name: self._most_bytes(kind, model, given) for given, name in wire.MEDIA_TYPES.items()}
-                    for kind in self._kinds
+                    for kind in self.kinds.values()
                     if kind.op == "lookup" or model.inputs is not None
                 },
                 "max_json_values": options.max_json_values,
@@ -385,7 +412,8 @@ class App:
         )
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await asyncio.to_thread(self.metrics.text), headers={"Content-Type": self.metrics.content_type})
+        scrape = self.session.scrape if isinstance(self.session, Remote) else self.metrics.text
+        return Response(await asyncio.to_thread(scrape), headers={"Content-Type": self.metrics.content_type})
 
     def _stats(self) -> dict[str, dict[str, Any]]:
         found = {}
@@ -395,9 +423,6 @@ class App:
             except Exception as error:  # a model that is closed meanwhile must not fail the scrape
                 _log.warning("metrics: model %s tells nothing: %s", name, error)
         return found
-
-    def _depths(self) -> dict[tuple[str, str], int]:
-        return {labels: batcher.num_waiting for labels, batcher in list(self._batchers.items())}
 
 
 def _check_response(num_values: int, num_bytes: int, wanted: str, options: ServerOptions, op: str) -> None:

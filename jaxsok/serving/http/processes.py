@@ -1,0 +1,252 @@
+"""A server of several processes: front ends answer HTTP, and ask the process that has the session (docs/server.md).
+
+    clients ── sockets of one port ── front ends: `server.App` over `remote.Remote`: HTTP, checks, joining, encoding
+                                          │ frames over a Unix socket, each the keys of some requests
+                                       this process: joins frames to calls of the session, watches, counts
+
+A front end that ends is started again. If this process ends, all front ends end.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import prometheus_client.multiprocess
+import prometheus_client.values
+import uvloop
+
+from jaxsok.serving.errors import ServingError
+from jaxsok.serving.http import running
+from jaxsok.serving.http.batching import ClosedError
+from jaxsok.serving.http.remote import SIZES, Remote, pack, unpack
+from jaxsok.serving.http.server import App, Held, ServerOptions
+
+_log = logging.getLogger(__name__)
+
+RESTART_S = 1.0  # between the end of a front end and its next start
+GRACE_S = 5.0  # for front ends to end, beyond `drain_s` and `shutdown_s`; then they are killed
+LOOK_S = 0.02  # between two looks for new versions
+LAST_WORDS_S = 0.2  # for the refusals of a front end whose session is gone
+
+
+def prepare() -> None:
+    """Starts the process from which front ends are forked, in the background; it has no device and no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    multiprocessing.forkserver.ensure_running()
+
+
+def bind(host: str, port: int, num_processes: int) -> list[socket.socket]:
+    """Listens at an address with a socket for each process, between which the kernel divides connections."""
+    first = running.bind(host, port)  # refuses an address that is taken, which the others would share
+    if num_processes == 1:
+        return [first]
+    address, family = first.getsockname(), first.family
+    first.close()
+    options: dict[str, Any] = {"family": family, "dualstack_ipv6": family == socket.AF_INET6, "reuse_port": True}
+    return [socket.create_server(address, **options) for _ in range(num_processes)]
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for name in ("jaxsok", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+class Processes:
+    """A front end for each socket of `bind`, over one session; `run` and `stop` are those of `running.Server`.
+
+    The options hold for all front ends together, also the limits of requests and of bytes.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        options: ServerOptions,
+        sockets: Sequence[socket.socket],
+        *,
+        watch: str | os.PathLike[str] | None = None,
+        watch_interval_s: float = 2.0,
+        access_log: bool = False,
+        on_ready: Callable[["Processes"], None] = lambda server: None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-")  # that only this user may open
+        where = {"watch": watch, "watch_interval_s": watch_interval_s}
+        self.app = App(session, options, front_ends=self._folder.name, **where)
+        self.address = running.address_of(sockets[0])
+        self._sockets, self._access_log, self._on_ready = sockets, access_log, on_ready
+        self._context = multiprocessing.get_context("forkserver")
+        self._counts = self._context.RawArray("q", 2 * len(sockets))
+        self._running: dict[int, Any] = {}
+        self._unready, self._models = set(range(len(sockets))), dict(session.models)  # models: as of the last look
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the front ends that run."""
+        return [process.pid for process in self._running.values()]
+
+    def run(self) -> None:
+        """Answers until SIGTERM, SIGINT or `stop`; then lets the front ends finish, and closes the session."""
+        prepare()
+        with self._folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run())
+
+    def stop(self) -> None:
+        """Stops as a signal does; may be called from any thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._stop, signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        if self._stopping.is_set() and number == signal.SIGINT:
+            self._signal(signal.SIGKILL)
+            self._folder.cleanup()
+            os._exit(0)
+        self._stopping.set()
+
+    async def _run(self) -> None:
+        self._loop, options = asyncio.get_running_loop(), self.app.options
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._loop.add_signal_handler(number, self._stop, number)
+        async with self.app.lifespan():
+            server = await asyncio.start_unix_server(self._serve, self._path, limit=1 << 20)
+            keepers = [self._loop.create_task(self._keep(number)) for number in range(len(self._sockets))]
+            stopped = self._loop.create_task(self._stopping.wait())
+            await asyncio.wait([*keepers, stopped], return_when=asyncio.FIRST_COMPLETED)
+            self._stopping.set()
+            self.app.stop_taking()
+            self._signal(signal.SIGTERM)
+            _, late = await asyncio.wait(keepers, timeout=options.drain_s + options.shutdown_s + GRACE_S)
+            if late:
+                self._signal(signal.SIGKILL)
+            server.close()
+            await asyncio.gather(*keepers)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self._folder.name, "session")
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def _keep(self, number: int) -> None:
+        """Keeps a front end running, until the server stops."""
+        where = self._sockets[number]
+        arguments = number, where, self._path, self._counts, self.app.options, self._access_log
+        with where:  # a front end that ends leaves its socket, and the connections that wait there, to the next
+            while not self._stopping.is_set():
+                process = self._context.Process(target=_work, args=arguments, daemon=True)
+                await asyncio.to_thread(process.start)
+                self._running[number] = process
+                if self._stopping.is_set():
+                    process.terminate()
+                await _wait_for_end(process.pid)
+                process.join()
+                del self._running[number]
+                self._counts[2 * number : 2 * number + 2] = 0, 0
+                prometheus_client.multiprocess.mark_process_dead(process.pid, self._folder.name)
+                if not self._stopping.is_set():
+                    what = f"serve: front end {number}: it ended with {process.exitcode}"
+                    if self._unready:
+                        raise OSError(f"{what} before all were ready; its output has the reason.")
+                    _log.error("%s, and is started again", what)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._stopping.wait(), RESTART_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the frames of a connection, one after the other: each is of one thread of a front end."""
+        ends = asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
+        with contextlib.closing(writer), contextlib.suppress(*ends):
+            while True:
+                sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
+                (op, about), arrays = unpack(*[await reader.readexactly(size) for size in sizes])
+                try:
+                    head, found = await self._answer(op, about, arrays)
+                except Exception as error:
+                    head, found = error, {}
+                    if isinstance(error, ServingError):
+                        head = type(error)(str(error))
+                    elif not isinstance(error, ClosedError):
+                        _log.error("%s failed", op, exc_info=error)
+                        head = RuntimeError(f"{op}: {error!r}")
+                num_bytes = sum(array.nbytes for array in found.values())
+                writer.write(await self.app.off_loop(num_bytes, pack, head, found))
+                await writer.drain()
+
+    async def _answer(self, op: str, about: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Answers what `Remote` asks: with a head and arrays."""
+        if op == "models":
+            while {name: model.version for name, model in self._models.items()} == about:
+                await asyncio.sleep(LOOK_S)
+                self._models = self.app.session.models
+            return self._models, {}
+        if op == "scrape":
+            return await asyncio.to_thread(self.app.metrics.text), {}
+        if op == "ready":
+            if self._unready == {about}:
+                self._on_ready(self)
+            self._unready.discard(about)
+            return None, {}
+        (name, *rest), kind = about, self.app.kinds[op]
+        model = self._models[name]
+        values, version = await self.app.submit(kind, model, kind.take(arrays, model, *rest))
+        return version, kind.give(values)
+
+
+async def _wait_for_end(pid: int) -> None:
+    """Waits for a front end itself: the process that it is forked from may end first, if a signal is sent to all."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def _work(number: int, where: socket.socket, path: str, counts: Any, options: ServerOptions, access_log: bool) -> None:
+    """Runs a front end, in its process."""
+    os.setpgid(0, 0)  # an interrupt from a terminal is for the process of the session, which stops this one
+    folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
+    prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
+    log_to_stderr()
+
+    def end() -> None:
+        """Ends this process; removes the folder if the process of the session has ended, too, and could not."""
+        time.sleep(LAST_WORDS_S)
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    session = Remote(path, end)
+    # Requests wait for company where those of all front ends meet.
+    app = App(session, dataclasses.replace(options, max_delay_ms=0.0), held=Held(counts, number))
+
+    def begin(_: running.Server) -> None:
+        gc.collect()
+        gc.freeze()
+        session.report_ready(number)
+
+    running.Server(app, where, access_log=access_log, on_ready=begin).run()
+    if app.num_running or not app.is_closed:
+        os._exit(int(app.num_running > 0))

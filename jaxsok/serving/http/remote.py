@@ -1,0 +1,134 @@
+"""The session of a front end: it asks the process that has the tables, over a Unix socket.
+
+Both ends are processes of one server, of one user, and the socket is in a folder that only this user may open. So heads
+are pickled; what clients sent is in them only as checked names, numbers and arrays. A frame is
+
+    u32, u64    bytes of the head, bytes of the data, little-endian
+    head        a pickle: what is asked or answered, and (name, dtype, shape) of each array
+    data        the arrays, one behind the other
+"""
+
+import collections
+import itertools
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxsok.features import Bags
+from jaxsok.serving.http.batching import ClosedError
+from jaxsok.serving.model.served import Answer
+
+SIZES = struct.Struct("<IQ")
+_PARTS = ("keys", "offsets", "weights")  # of bags
+
+
+def pack(head: Any, arrays: Mapping[str, Any]) -> bytes:
+    """Writes a frame; the arrays may be Bags with offsets."""
+    spec, data = [], []
+    for name, value in arrays.items():
+        of_bags = [(part, getattr(value, part)) for part in _PARTS] if isinstance(value, Bags) else [("", value)]
+        for part, array in of_bags:
+            if array is not None:
+                spec.append((name, part, array.dtype, array.shape))
+                data.append(array.tobytes())
+    text = pickle.dumps((head, spec), pickle.HIGHEST_PROTOCOL)
+    return b"".join([SIZES.pack(len(text), sum(map(len, data))), text, *data])
+
+
+def unpack(text: bytes, data: bytes) -> tuple[Any, dict[str, Any]]:
+    """Reads the head and the arrays of a frame; the arrays share its memory, and are read-only."""
+    head, spec = pickle.loads(text)
+    arrays, bags, place = dict[str, Any](), collections.defaultdict[str, dict[str, Any]](dict), 0
+    for name, part, dtype, shape in spec:
+        array = np.ndarray(shape, dtype, data, place)
+        place += array.nbytes
+        (bags[name] if part else arrays)[part or name] = array
+    return head, arrays | {name: Bags(**parts) for name, parts in bags.items()}
+
+
+def join(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Joins arrays of one dtype, as numbers without shape."""
+    return np.concatenate([array.reshape(-1) for array in arrays.values()])
+
+
+def split(joined: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Splits what `join` has joined."""
+    ends = itertools.accumulate(sizes.values())
+    return {name: joined[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+
+class Remote:
+    """A session whose tables are in another process; each thread that calls it has a connection of its own.
+
+    It begins a thread that keeps `models` as they are served, and calls `on_end` when the other process has ended.
+    """
+
+    def __init__(self, path: str, on_end: Callable[[], None]) -> None:
+        self._path, self._on_end, self._local = path, on_end, threading.local()
+        self.models: Mapping[str, Any] = self._ask("models", None)[0]
+        threading.Thread(target=self._follow, name="jaxsok-models", daemon=True).start()
+
+    def lookup(self, keys: Mapping[str, np.ndarray], model: str, num_requests: int = 1) -> Answer:
+        """Looks up keys without shape; all are one array on the way, and all rows: tens of tables take less time so."""
+        sizes, tables = {name: array.size for name, array in keys.items()}, self.models[model].tables
+        version, found = self._ask("lookup", (model, num_requests, sizes), {"": join(keys)})
+        rows = split(found[""], {name: size * tables[name].dim for name, size in sizes.items()})
+        return Answer({name: row.reshape(-1, tables[name].dim) for name, row in rows.items()}, version=version)
+
+    def predict(self, inputs: Mapping[str, Any], model: str, num_requests: int = 1) -> Answer:
+        version, arrays = self._ask("predict", (model, num_requests, None), inputs)
+        return Answer(arrays, version=version)
+
+    def scrape(self) -> bytes:
+        """Returns the metrics of all processes."""
+        return self._ask("scrape", None)[0]
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Does nothing: the connections end with the process."""
+        return True
+
+    def report_ready(self, number: int) -> None:
+        """Reports that this front end, by its number, takes requests."""
+        self._ask("ready", number)
+
+    def _ask(self, op: str, about: Any, arrays: Mapping[str, Any] = {}) -> tuple[Any, dict[str, Any]]:
+        """Asks, and waits for the answer; raises the error of the other process."""
+        try:
+            connection = getattr(self._local, "connection", None)
+            if connection is None:
+                connection = self._local.connection = socket.socket(socket.AF_UNIX)
+                connection.connect(self._path)
+            connection.sendall(pack((op, about), arrays))
+            head, found = unpack(*_receive_frame(connection))
+        except OSError:
+            raise ClosedError from None
+        if isinstance(head, BaseException):
+            raise head
+        return head, found
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                versions = {name: model.version for name, model in self.models.items()}
+                self.models = self._ask("models", versions)[0]  # answers when they are others
+        finally:
+            self._on_end()
+
+
+def _receive_frame(connection: socket.socket) -> list[bytes]:
+    return [_receive(connection, size) for size in SIZES.unpack(_receive(connection, SIZES.size))]
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    parts, missing = list[bytes](), num_bytes
+    while missing:  # more than once only if a signal came
+        parts.append(connection.recv(missing, socket.MSG_WAITALL))
+        if not parts[-1]:
+            raise OSError("the process of the session has ended")
+        missing -= len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)

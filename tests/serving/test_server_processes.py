@@ -1,0 +1,282 @@
+"""A server of several processes: it answers as one process does, within the same limits, and survives its parts.
+
+The session is that of server_cases, in this process; front ends are processes of their own. test_server_load.py has the
+same server over real tables.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import server_cases as cases
+import test_server as single
+from test_server import JSON, LOOKUP, PREDICT, TENSORS
+from waiting import wait_until
+
+from jaxsok import Bags
+from jaxsok.serving import errors
+from jaxsok.serving.http import processes, remote
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def session():
+    return cases.Session()
+
+
+@pytest.fixture(scope="module")
+def found(session):
+    with cases.serving(session, num_processes=2, max_body_bytes=1 << 20) as server:
+        yield server
+
+
+def post(found, path, number=1, **request):
+    """Returns the answers to a request over connections of their own: the kernel divides them among the processes."""
+    answers = []
+    for _ in range(number):
+        with httpx.Client(base_url=found.address, timeout=20) as client:
+            answers.append(client.post(path, **request))
+    return answers
+
+
+def ask(found):
+    """Returns a connection over which a lookup has been sent."""
+    client, body = (
+        socket.create_connection(("127.0.0.1", int(found.address.rsplit(":", 1)[1]))),
+        b'{"keys":{"user":[4]}}',
+    )
+    client.sendall(single.head(Content_Length=len(body)) + body)
+    return client
+
+
+def samples(found):
+    return single.samples_of(httpx.get(f"{found.address}/metrics").text)
+
+
+def test_all_front_ends_answer(found):
+    """Every front end answers in both formats, knows the models, and counts into the same metrics."""
+    assert len(set(found.pids)) == 2
+    before, name = samples(found), ("jaxsok_requests_total", "200", "lookup", "ranker")
+    for answer in post(found, LOOKUP, 12, json={"keys": single.KEYS}):
+        rows, version = answer.json()["rows"], answer.json()["version"]
+        assert rows == {table: single.rows_of(table, keys, version) for table, keys in single.KEYS.items()}
+    keys = np.array([[7, 8, 9], [2**63, 3, 5]], np.uint64)
+    for answer in post(found, LOOKUP, 12, content=single.pack({"item": keys}), headers=TENSORS):
+        rows, about = single.unpack(answer.content)
+        assert rows["item"].tolist() == single.rows_of("item", keys.tolist(), int(about["version"]))
+    body = {"inputs": {"user": [[1, 2], [3, 4]], "dense": [[5, 6], [7, 8]]}}
+    for answer in post(found, PREDICT, 4, json=body):
+        single.check_answer(body, answer)
+    mixed = {"user": {"values": [4], "lengths": [1], "weights": [0.5]}, "pair": [[1, 2]]}
+    mixed |= {"flag": [True], "count": [3], "half": [[0.5]]}
+    for answer in post(found, single.MIXED, 4, json={"inputs": mixed}):
+        assert answer.json()["outputs"]["logits"] == [2 + 3 + 1 + 3 + 0.5]
+    after = samples(found)
+    assert after[name] - before.get(name, 0) == 24
+    assert after["jaxsok_batch_requests_sum", "lookup", "ranker"] >= 24
+    assert after["jaxsok_ready",] == 1 and after["jaxsok_requests_in_flight",] == 0
+    assert after["jaxsok_queue_depth", "lookup", "ranker"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "status"),
+    [
+        ("/v1/models/no/lookup", {"json": {"keys": {"user": [1]}}}, 404),
+        (LOOKUP, {"json": {"keys": {"no": [1]}}}, 404),
+        (LOOKUP, {"content": b"{", "headers": JSON}, 400),
+        (LOOKUP, {"json": {"keys": {"user": [1] * 5000}}}, 413),
+        (LOOKUP, {"content": b" " * (1 << 20), "headers": JSON}, 413),
+    ],
+)
+def test_requests_are_refused(found, path, request_, status):
+    assert {answer.status_code for answer in post(found, path, 4, **request_)} == {status}
+
+
+def test_versions_are_not_mixed(found, session):
+    """While versions change, each answer is of one, calls join requests, and all front ends see new versions."""
+    stop = threading.Event()
+
+    def update():
+        while not stop.wait(0.02):
+            session.update(model="ranker")
+
+    versions, updates = set(), threading.Thread(target=update)
+
+    def check(body, answer):
+        single.check_answer(body, answer)
+        versions.add(answer.json()["version"])
+
+    session.calls.clear()
+    updates.start()
+    try:
+        asyncio.run(single.ask_in_parallel(found.address, 32, 8, single.make_request, check))
+    finally:
+        stop.set()
+        updates.join()
+    assert len(versions) > 3
+    assert max(size["samples"] for op, _, size in session.calls if op == "predict") > 3, "no two ran together"
+    newest = session.models["ranker"].version
+    wait_until(lambda: {a.json()["version"] for a in post(found, LOOKUP, 8, json={"keys": {"user": [1]}})} == {newest})
+    for _ in range(8):
+        wait_until(lambda: httpx.get(f"{found.address}/v1/models/ranker").json()["version"] == newest)
+
+
+@pytest.mark.parametrize(("kind", "status"), [(errors.RequestError, 400), (errors.DatabaseError, 503), (KeyError, 500)])
+def test_errors_reach_those_who_caused_them(found, session, kind, status):
+    """An error of the session is that of its request alone; an internal one keeps its reason."""
+
+    def error(op, model, size):
+        if size.get("item"):
+            raise kind("a reason")
+
+    session.error = error
+    try:
+        bodies = [b'{"keys":{"%s":[4]}}' % name for name in (b"user", b"item", b"user", b"user") * 4]
+        statuses, texts = single.ask_at_once(found.address, [(LOOKUP, JSON, body) for body in bodies])
+    finally:
+        session.error = None
+    assert statuses == [200, status, 200, 200] * 4
+    assert ("a reason" in texts[1]) == (status == 400)
+
+
+def test_limits_hold_for_all_together():
+    """The number of requests is bounded over all front ends, and one that dies gives its share back."""
+    session = cases.Session()
+    session.hold = threading.Event()
+    with cases.serving(session, num_processes=2, max_requests=6) as found, contextlib.ExitStack() as stack:
+        try:
+            clients = [stack.enter_context(ask(found)) for _ in range(6)]
+            wait_until(lambda: sum(found._counts[0::2]) == 6)
+            refused = post(found, LOOKUP, 8, json={"keys": {"user": [1]}})
+            assert {answer.status_code for answer in refused} == {503} and '"busy"' in refused[0].text
+        finally:
+            session.hold.set()
+        assert all(b" 200 OK" in client.recv(4096) for client in clients)
+        wait_until(lambda: sum(found._counts) == 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_front_end_that_ends_is_replaced(found, session, number):
+    """One that is killed loses its own requests alone, one that is stopped none; metrics keep what it has counted."""
+    post(found, LOOKUP, 8, json={"keys": {"user": [1]}})
+    before, name = samples(found), ("jaxsok_requests_total", "200", "lookup", "ranker")
+    first, session.hold = list(found.pids), threading.Event()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(ask(found)) for _ in range(16)]
+        wait_until(lambda: sum(found._counts[0::2]) == 16)
+        os.kill(first[0], number)
+        if number == signal.SIGKILL:
+            wait_until(lambda: first[0] not in found.pids)
+        session.hold.set()
+        answered = sum(b" 200 OK" in client.recv(4096) for client in clients)
+    session.hold = None
+    assert answered == 16 if number == signal.SIGTERM else 0 < answered < 16
+    wait_until(lambda: first[0] not in found.pids and len(found.pids) == 2)
+    assert {answer.status_code for answer in post(found, LOOKUP, 8, json={"keys": {"user": [1]}})} == {200}
+    after = samples(found)
+    assert after[name] == before[name] + answered + 8 and after["jaxsok_requests_in_flight",] == 0
+    assert after["jaxsok_ready",] == 1
+
+
+def start(*arguments):
+    """Starts a server in a process; returns it and its address."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "tests/serving/server_cases.py"), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return process, process.stdout.readline().strip()
+
+
+def test_front_ends_end_with_the_session():
+    """When the process of the session is killed, its front ends end at once; the port is free, and no file is left."""
+    process, address = start("60", "5", "2")
+    folders = set(pathlib.Path(tempfile.gettempdir()).glob("jaxsok-*"))
+    try:
+        with httpx.Client(base_url=address, timeout=20) as client:
+            assert single.is_well(client)
+            process.kill()
+            wait_until(lambda: single.is_closed(address), 10)
+    finally:
+        process.kill()
+        process.communicate()
+    with processes.bind("127.0.0.1", int(address.rsplit(":", 1)[1]), 1)[0]:
+        pass
+    wait_until(lambda: not all(folder.exists() for folder in folders))
+
+
+def tree(pid):
+    """Returns a process and all that it started."""
+    children = [path.read_text().split() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(found for child in itertools.chain(*children) for found in tree(int(child)))]
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_signal_ends_all_processes_in_order(to_all):
+    """Kept connections lose no request in a stop, also of all processes, as by systemd; the command returns 0."""
+    process, address = start("60", "0.5", "2")
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(httpx.Client(base_url=address, timeout=20)) for _ in range(6)]
+            assert all(single.is_well(client) for client in clients)
+            for pid in tree(process.pid) if to_all else [process.pid]:
+                os.kill(pid, signal.SIGTERM)
+            wait_until(lambda: clients[0].get("/readyz").status_code == 503)
+            assert all(single.is_well(client) for client in clients)
+            wait_until(lambda: single.is_closed(address))
+        output, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and output == "ended\n"
+
+
+def test_front_ends_that_cannot_start_are_reported(monkeypatch):
+    async def refuse(self, reader, writer):
+        writer.close()
+
+    monkeypatch.setattr(processes.Processes, "_serve", refuse)
+    sockets = processes.bind("127.0.0.1", 0, 2)
+    found = processes.Processes(cases.Session(), cases.server.ServerOptions(), sockets)
+    with pytest.raises(OSError, match=r"front end \d: it ended with 1 before all were ready"):
+        found.run()
+    assert all(where.fileno() == -1 for where in sockets)
+
+
+def test_a_port_belongs_to_one_server():
+    sockets = processes.bind("127.0.0.1", 0, 3)
+    with contextlib.ExitStack() as stack:
+        ports = {stack.enter_context(where).getsockname()[1] for where in sockets}
+        assert len(ports) == 1
+        for number in (1, 2):
+            with pytest.raises(OSError, match="give another --host or --port"):
+                processes.bind("127.0.0.1", *ports, number)
+
+
+def test_frames_keep_all_arrays():
+    given = {
+        "a": np.arange(6, dtype=np.uint64).reshape(2, 3)[:, ::2],
+        "none": np.zeros((0, 4), np.float32),
+        "half": np.array([[1.5]], ml_dtypes.bfloat16),
+        "bags": Bags(np.arange(3, dtype=np.uint64), offsets=np.array([0, 1, 3], np.int32)),
+    }
+    frame = remote.pack(("head", 7), given)
+    size, data_size = remote.SIZES.unpack(frame[: remote.SIZES.size])
+    text = frame[remote.SIZES.size :][:size]
+    head, got = remote.unpack(text, frame[remote.SIZES.size + size :])
+    assert head == ("head", 7) and len(frame) == remote.SIZES.size + size + data_size
+    for name in ("a", "none", "half"):
+        assert got[name].dtype == given[name].dtype
+        np.testing.assert_array_equal(got[name], given[name])
+    assert got["bags"].keys.tolist() == [0, 1, 2] and got["bags"].offsets.tolist() == [0, 1, 3]
+    assert got["bags"].weights is None
