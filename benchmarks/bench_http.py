@@ -1,20 +1,22 @@
 """The HTTP server under load: requests a second and their times, while versions come, while it restarts, its memory.
 
-Question: how many small requests does one server process answer, and how long do they take? What do clients see while
-          new versions come, and while the server is restarted? Does its memory grow?
-Workload: `python -m jaxsok serve` in a process of its own, with 26 tables of 10,000 rows of 16 floats, all on the
-          device. A request has 26 keys: one of each table, or 26 of one table. 1, 8, 64 and 256 clients in processes of
-          their own, each of which asks again when it has its answer, in JSON and in the binary format.
+Question: how many small requests does a server answer, of one process and with front ends, and how long do they take?
+          What do clients see while new versions come, and while the server is restarted? Does its memory grow?
+Workload: `python -m jaxsok serve`, with `--processes 1` and then with a front end for each two cores, with 26 tables
+          of 10,000 rows of 16 floats, all on the device. A request has 26 keys: one of each table, or 26 of one table.
+          1, 8, 64 and 256 clients in processes of their own, each of which asks again when it has its answer, in JSON
+          and in the binary format.
 Limit:    the same clients asking servers that do nothing but send as many bytes (`http_load.py`): no server that is
           faster could be told from these. On a machine with few cores the clients take time from the server.
 Command:  `python -m jaxsok bench --only http [--minutes 60]`
 Last result: docs/results/serving.md (one H200, commit 804e4bd).
 
 The median, 99th and 99.9th percentile are of single requests, from the first byte that is sent to the last that
-arrives, after a first fifth of the time. While versions come, the server reads a new version of all rows of the 26
-tables, each second, from a folder that it watches. A restart is SIGTERM, the end of the process, and a new one on the
-same port; "without an answer" is the longest time in which no client got one. Memory is what is resident, as a median
-over a tenth of the time, after one sixth of the minutes and at their end.
+arrives, after a first fifth of the time. Versions, restarts and memory are measured with front ends. While versions
+come, the server reads a new version of all rows of the 26 tables, each second, from a folder that it watches. A restart
+is SIGTERM, the end of the process, and a new one on the same port; "without an answer" is the longest time in which no
+client got one. Memory is what is resident in all processes of the server, as a median over a tenth of the time, after
+one sixth of the minutes and at their end.
 """
 
 import contextlib
@@ -75,8 +77,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False, minutes: float | None = None) -> None:
     """Measures the load by clients and format, then updates, a restart, and memory."""
     try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        import jaxsok.serving.http.processes  # noqa: F401
     except ImportError as error:
         recorder.skip("http", f"{error}; the server needs jaxsok[serving]")
         return
@@ -84,7 +85,9 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False,
     with tempfile.TemporaryDirectory() as folder:
         run = _Run(recorder, pathlib.Path(folder), seed, max(64, round(NUM_ROWS * scale)), is_quick)
         run.write()
-        with run.server() as server:
+        with run.server(1) as server, recorder.attempt("http load of one process"):
+            run.load(server)
+        with run.server(num_front_ends()) as server:
             steps = {
                 "load": (0.0, run.load),
                 "updates": (2 * UPDATE_S, run.updates),
@@ -103,19 +106,24 @@ class Server:
     """A server that answers."""
 
     process: subprocess.Popen[bytes]
+    num_processes: int
+    """That answer requests."""
     port: int
     seconds: float
     """From its start until it took connections."""
 
     def resident_bytes(self) -> int:
-        """Returns the resident memory of the process."""
-        pages = int(pathlib.Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        """Returns the resident memory of all its processes; what they share counts for each."""
+        pages = [int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _tree(self.process.pid)]
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
-    def cpu_s(self) -> float:
-        """Returns the seconds that the process has used processor cores."""
-        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_s(self) -> tuple[float, float]:
+        """Returns the seconds that all its processes have used processor cores, and those of the tables' process."""
+        used = []
+        for pid in _tree(self.process.pid):
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        return sum(used), used[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,16 +169,16 @@ class _Run:
             write_hps(folder / name, Records(keys, rows))
 
     @contextlib.contextmanager
-    def server(self, port: int = 0) -> Iterator[Server]:
+    def server(self, num_processes: int, port: int = 0) -> Iterator[Server]:
         """Runs the command line until it answers; stops it at the end."""
-        server = self.start(port)
+        server = self.start(num_processes, port)
         try:
             yield server
         finally:
             server.process.kill()
             server.process.wait()
 
-    def start(self, port: int = 0) -> Server:
+    def start(self, num_processes: int, port: int = 0) -> Server:
         """Starts a server, and waits until it takes connections."""
         # The process that measures may hold the device's memory: the server takes only what it needs.
         environment = {
@@ -181,12 +189,13 @@ class _Run:
         }
         command = [sys.executable, "-m", "jaxsok", "serve", str(self.folder / "config.json"), "--port", str(port)]
         command += ["--watch", str(self.folder / "watched"), "--watch-interval-s", "0.1"]
+        command += ["--processes", str(num_processes)]
         begin, log = time.monotonic(), self.folder / "server.log"
         with log.open("wb") as out:  # an unread pipe would hold up the server
             process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None and time.monotonic() - begin < READY_S:
             if (found := _ADDRESS.search(log.read_text())) is not None:
-                return Server(process, int(found[1]), time.monotonic() - begin)
+                return Server(process, num_processes, int(found[1]), time.monotonic() - begin)
             time.sleep(0.01)
         process.kill()
         raise RuntimeError(f"bench_http: the server ended with {process.wait()}: {log.read_text()[-1000:]}")
@@ -212,16 +221,22 @@ class _Run:
             answer = self._ask(server, 1, 0.3, requests)["checked"][0]
             limits = self._limits(clients, 0.3 * seconds, requests, len(answer))
             for num_clients in clients:
-                what = f"http {shape}, {given}, {num_clients} clients"
+                number = server.num_processes
+                variant = f"{shape}, {given}, {f'{number} front ends' if number > 1 else 'one process'}"
+                what = f"http {variant}, {num_clients} clients"
                 if not self.recorder.has_time(what, seconds):
                     continue
                 before = server.cpu_s()
                 found = self._ask(server, num_clients, seconds, requests)
-                cores = (server.cpu_s() - before) / seconds
+                cpu_s, of_tables_s = (now - then for now, then in zip(server.cpu_s(), before, strict=True))
                 for checked in found["checked"]:
                     check_answer(checked, given)
-                notes = {"clients_alone_per_s": limits[num_clients], "cores": cores, "shape": shape, "format": given}
-                self.add(records.HTTP, f"{shape}, {given}", num_clients, found, seconds, **notes)
+                notes = {"clients_alone_per_s": limits[num_clients], "shape": shape, "format": given}
+                notes |= {"processes": server.num_processes, "cores": cpu_s / seconds}
+                notes |= {
+                    f"{name}_us": 1e6 * s / len(found["ends"]) for name, s in (("cpu", cpu_s), ("tables", of_tables_s))
+                }
+                self.add(records.HTTP, variant, num_clients, found, seconds, **notes)
             self.recorder.write()
 
     def _limits(
@@ -316,7 +331,7 @@ class _Run:
             first.process.send_signal(signal.SIGTERM)
             first.process.wait(timeout=READY_S)
             has_ended = time.monotonic()
-            second = stack.enter_context(self.server(first.port))
+            second = stack.enter_context(self.server(first.num_processes, first.port))
             is_ready = time.monotonic()
             found = asking.wait()
         ends = np.array(found["ends"])[np.array(found["statuses"]) == 200]
@@ -392,6 +407,20 @@ _NAMES = [f"table{number:02}" for number in range(NUM_TABLES)]
 def num_processes() -> int:
     """Returns how many processes of clients this machine has room for."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+
+
+def num_front_ends() -> int:
+    """Returns how many front ends are measured: they leave room for the tables' process and for clients."""
+    return max(2, len(os.sched_getaffinity(0)) // 2)
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """Yields a process, then those that it started, and so on."""
+    yield pid
+    with contextlib.suppress(OSError):  # it has ended
+        for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from _tree(int(child))
 
 
 def request_of(model: str, keys: dict[str, np.ndarray], given: str) -> bytes:

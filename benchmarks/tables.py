@@ -683,7 +683,12 @@ def _http_note(record: Record) -> str:
         return f"{stop} to end, {start} to the first answer, {notes['without_answer_s']:.2f} s without any; {refused}"
     if record.what == names.HTTP_UPDATE:
         return f"{notes['num_versions']} versions"
-    return f"{notes['cores']:.2f} cores"
+    parts = (
+        f", {notes['cpu_us']:.0f} µs a request, {notes['tables_us']:.0f} where the tables are"
+        if "cpu_us" in notes
+        else ""
+    )
+    return f"{notes['cores']:.2f} cores{parts}"
 
 
 DEVICES_COLUMNS = ("devices", "as", "M keys/s", "÷ one device", "ms", "99th percentile")

@@ -609,6 +609,7 @@ def test_the_server_is_measured_under_load(monkeypatch):
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     for name, value in {
+        "SHAPES": {"26 tables": "many"},
         "QUICK_CLIENTS": (2,),
         "QUICK_SECONDS": 0.4,
         "QUICK_UPDATE_S": 2.0,
