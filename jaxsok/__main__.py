@@ -216,6 +216,9 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", metavar="FOLDER", help="applies exports and deltas that appear in it, in order")
     parser.add_argument("--watch-interval-s", type=seconds, default=2.0, metavar="S", help="between two looks")
     parser.add_argument("--access-log", action="store_true", help="a line for each request")
+    parser.add_argument("--token-file", metavar="FILE", help="tokens, one a line: each request must have one of them")
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate in PEM, with those up to its root: for HTTPS")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key in PEM; default: in the file of the certificate")
     for name, kind, text in (
         ("max-delay-ms", float, "a request waits so long for others to share its call"),
         ("max-body-bytes", whole, "of one request"),
@@ -239,13 +242,14 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     try:
         from jaxsok.serving import session
-        from jaxsok.serving.http import processes, running, server, watch
+        from jaxsok.serving.http import processes, running, security, server, watch
     except ImportError as error:
         print(f"serve: {error}; run pip install 'jaxsok[serving]'.", file=sys.stderr)
         return 2
     processes.log_to_stderr()
     try:
         server_options = server.ServerOptions.of(vars(options))
+        of_clients = security.Security.of(vars(options))
         if options.processes < 1:
             raise ValueError(f"serve: --processes: got {options.processes}, wanted 1 or more.")
         # Checks address and folder first: a model may take minutes to load.
@@ -268,7 +272,7 @@ def _serve(options: argparse.Namespace) -> int:
                 gc.freeze()
                 print(f"serve: answers at {found.address}", flush=True)
 
-            ran = {"access_log": options.access_log, "on_ready": begin}
+            ran = {"security": of_clients, "access_log": options.access_log, "on_ready": begin}
             if options.processes > 1:
                 found = processes.Processes(opened, server_options, sockets, **watched, **ran)
             else:

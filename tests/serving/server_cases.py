@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from jaxsok.serving import artifact, errors
-from jaxsok.serving.http import processes, running, server
+from jaxsok.serving.http import processes, running, security, server
 
 DIMS = {"user": 4, "item": 3}
 DEFAULT = -7.0
@@ -164,7 +164,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def serving(session, watch=None, num_processes=1, **options):
+def serving(session, watch=None, num_processes=1, of_clients=security.OPEN, **options):
     """Runs a real server on a port of its own, in a thread, with its front ends; yields the server."""
     ready = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -173,11 +173,12 @@ def serving(session, watch=None, num_processes=1, **options):
             server.ServerOptions(**{"max_delay_ms": 1.0, **options}),
             dict(watch=watch, watch_interval_s=0.05),
         )
+        ran = {"security": of_clients, "on_ready": lambda _: ready.set()}
         if num_processes > 1:
-            found = processes.Processes(session, given, sockets, on_ready=lambda _: ready.set(), **watched)
+            found = processes.Processes(session, given, sockets, **watched, **ran)
         else:
             app = server.App(session, given, **watched)
-            found = running.Server(app, sockets[0], on_ready=lambda _: ready.set())
+            found = running.Server(app, sockets[0], **ran)
         found.thread = thread = threading.Thread(target=found.run, daemon=True)
         thread.start()
         assert ready.wait(30)

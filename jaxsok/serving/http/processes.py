@@ -32,6 +32,7 @@ from jaxsok.serving.errors import ServingError
 from jaxsok.serving.http import running
 from jaxsok.serving.http.batching import ClosedError
 from jaxsok.serving.http.remote import SIZES, Remote, pack, unpack
+from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import App, Held, ServerOptions
 
 _log = logging.getLogger(__name__)
@@ -80,14 +81,16 @@ class Processes:
         *,
         watch: str | os.PathLike[str] | None = None,
         watch_interval_s: float = 2.0,
+        security: Security = OPEN,
         access_log: bool = False,
         on_ready: Callable[["Processes"], None] = lambda server: None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-")  # that only this user may open
         where = {"watch": watch, "watch_interval_s": watch_interval_s}
         self.app = App(session, options, front_ends=self._folder.name, **where)
-        self.address = running.address_of(sockets[0])
-        self._sockets, self._access_log, self._on_ready = sockets, access_log, on_ready
+        self.address = running.address_of(sockets[0], security.scheme)
+        self._sockets, self._on_ready = sockets, on_ready
+        self._of_clients = {"security": security, "access_log": access_log}
         self._context = multiprocessing.get_context("forkserver")
         self._counts = self._context.RawArray("q", 2 * len(sockets))
         self._running: dict[int, Any] = {}
@@ -149,7 +152,7 @@ class Processes:
     async def _keep(self, number: int) -> None:
         """Keeps a front end running, until the server stops."""
         where = self._sockets[number]
-        arguments = number, where, self._path, self._counts, self.app.options, self._access_log
+        arguments = number, where, self._path, self._counts, self.app.options, self._of_clients
         with where:  # a front end that ends leaves its socket, and the connections that wait there, to the next
             while not self._stopping.is_set():
                 process = self._context.Process(target=_work, args=arguments, daemon=True)
@@ -223,7 +226,9 @@ async def _wait_for_end(pid: int) -> None:
             os.close(descriptor)
 
 
-def _work(number: int, where: socket.socket, path: str, counts: Any, options: ServerOptions, access_log: bool) -> None:
+def _work(
+    number: int, where: socket.socket, path: str, counts: Any, options: ServerOptions, of_clients: Mapping[str, Any]
+) -> None:
     """Runs a front end, in its process."""
     os.setpgid(0, 0)  # an interrupt from a terminal is for the process of the session, which stops this one
     folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
@@ -247,6 +252,6 @@ def _work(number: int, where: socket.socket, path: str, counts: Any, options: Se
         gc.freeze()
         session.report_ready(number)
 
-    running.Server(app, where, access_log=access_log, on_ready=begin).run()
+    running.Server(app, where, **of_clients, on_ready=begin).run()
     if app.num_running or not app.is_closed:
         os._exit(int(app.num_running > 0))

@@ -2,18 +2,22 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxsok.serving.http.responses import CLOSE, Refusal, make_response
-from jaxsok.serving.http.server import ABORT, DISCARD_S, App
+from jaxsok.serving.http.security import OPEN, Security
+from jaxsok.serving.http.server import ABORT, DISCARD_S, App, discard
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
 # Unsent bytes of a connection in the kernel. Its buffer would grow to megabytes, and it reports room when a third is
@@ -32,9 +36,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise OSError(f"serve: got {host}:{port}: {error}; give another --host or --port.") from None
 
 
-def address_of(where: socket.socket) -> str:
+def address_of(where: socket.socket, scheme: str = "http") -> str:
     host, port = where.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Protocol(HttpToolsProtocol):
@@ -114,8 +118,21 @@ class _Protocol(HttpToolsProtocol):
         for name, value in [*self.server_state.default_headers, *response.raw_headers]:
             head.append(b"%s: %s\r\n" % (name, value))
         self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self.loop.call_later(DISCARD_S, self.transport.close)
+
+
+class _Config(uvicorn.Config):
+    """uvicorn's configuration with a TLS context of our own."""
+
+    def __init__(self, context: ssl.SSLContext | None, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._context = context
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._context
 
 
 class Server(uvicorn.Server):
@@ -130,12 +147,14 @@ class Server(uvicorn.Server):
         app: App,
         where: socket.socket,
         *,
+        security: Security = OPEN,
         access_log: bool = False,
         on_ready: Callable[["Server"], None] | None = None,
     ) -> None:
-        self.app, self._where, self._on_ready = app, where, on_ready
-        self.address = address_of(where)
-        config = uvicorn.Config(
+        self.app, self._where, self._security, self._on_ready = app, where, security, on_ready
+        self.address = address_of(where, security.scheme)
+        config = _Config(
+            security.context(),
             self._asgi,
             interface="asgi3",
             http=_Protocol,
@@ -151,14 +170,20 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
-        """Calls the application; while it stops, each response closes its connection."""
+        """Calls the application for clients that may ask; while it stops, each response closes its connection."""
 
         async def send_and_close(message: Any) -> None:
             if message["type"] == "http.response.start" and self.app.is_stopping:
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
-        await self.app.asgi(scope, receive, send_and_close if scope["type"] == "http" else send)
+        if scope["type"] != "http":
+            return await self.app.asgi(scope, receive, send)
+        refusal = self._security.refusal_of(scope)
+        if refusal is None:
+            return await self.app.asgi(scope, receive, send_and_close)
+        await discard(Request(scope, receive), self.app.options)
+        await make_response(refusal)(scope, receive, send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         super().run(sockets or [self._where])
@@ -204,11 +229,10 @@ class Server(uvicorn.Server):
                 where.shutdown(socket.SHUT_RDWR)  # to close it would leave it open in another process that has it
         for server in self.servers:
             server.close()
-        for connection in waiting:
-            with contextlib.suppress(OSError):  # the client has left
-                await loop.connect_accepted_socket(
-                    lambda: _Protocol(self.config, self.server_state, self.lifespan.state), connection
-                )
+        tls = {} if self.config.ssl is None else {"ssl": self.config.ssl, "ssl_handshake_timeout": DISCARD_S}
+        make = functools.partial(_Protocol, self.config, self.server_state, self.lifespan.state)
+        accepted = (loop.connect_accepted_socket(make, connection, **tls) for connection in waiting)
+        await asyncio.gather(*accepted, return_exceptions=True)  # of clients that have left
 
     async def _wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
         """Waits until there is nothing more to wait for, the time is over, or a second SIGINT came."""

@@ -305,7 +305,7 @@ class App:
         if declared > most:
             # A client that asks before it sends is refused now.
             if "100-continue" not in request.headers.get("expect", "").lower():
-                await _discard(request, options)
+                await discard(request, options)
             raise Refusal(413, "too_large", _too_large(f"{declared} bytes", most), CLOSE)
         parts: list[bytes] = []
         try:
@@ -317,7 +317,7 @@ class App:
                     is_long, is_much = request.num_bytes > most, self.held.num_bytes > options.max_held_bytes
                     if is_long or is_much:
                         parts.clear()
-                        await _discard(request, options)
+                        await discard(request, options)
                         if is_long:
                             raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
                         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
@@ -459,7 +459,7 @@ def _too_large(got: str, most: int) -> str:
     return f"body: got {got}, at most {most} bytes are taken: the model's keys and inputs need no more, or may not."
 
 
-async def _discard(request: Request, options: ServerOptions) -> None:
+async def discard(request: Request, options: ServerOptions) -> None:
     """Reads on for a while: otherwise a client that still sends sees a reset before it reads the answer."""
     with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: all of it was read
         async with asyncio.timeout(DISCARD_S):

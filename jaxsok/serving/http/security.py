@@ -1,0 +1,89 @@
+"""The clients that a server answers: those that give one of its tokens, over TLS if it has a certificate."""
+
+import dataclasses
+import hmac
+import os
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from jaxsok.serving.http.responses import CLOSE, Refusal
+
+LEAST_LETTERS = 16  # of a token
+OPEN_PATHS = ("/healthz", "/readyz")  # for load balancers: they say nothing of models
+
+
+@dataclasses.dataclass(frozen=True)
+class Security:
+    """What a server asks of its clients; all of its processes ask the same."""
+
+    tokens: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
+    """A request must have one of them; none: it needs no token."""
+    tls_cert: str | None = None
+    """A file in PEM: the server's certificate, and those up to its root. None: no TLS."""
+    tls_key: str | None = None
+    """A file in PEM: the certificate's key, without a password. None: it is in the file of the certificate."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Security":
+        """Reads the files that the command line names; an OSError or ValueError says which of them is no good."""
+        found = cls(_read_tokens(given.get("token_file")), given.get("tls_cert"), given.get("tls_key"))
+        if found.tls_key is not None and found.tls_cert is None:
+            raise ValueError(f"serve: --tls-key: got {found.tls_key!r} without --tls-cert; give both.")
+        found.context()
+        return found
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls_cert is None else "https"
+
+    def context(self) -> ssl.SSLContext | None:
+        """Loads the certificate, for TLS 1.2 and later; None without one."""
+        if self.tls_cert is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key, password=_refuse_password)
+        except OSError as error:  # also errors of OpenSSL
+            files = " and ".join(name for name in (self.tls_cert, self.tls_key) if name)
+            raise OSError(f"serve: --tls-cert: got {files}: {error}; give a certificate and its key in PEM.") from None
+        return context
+
+    def refusal_of(self, scope: Mapping[str, Any]) -> Refusal | None:
+        """Returns the refusal of a request without one of the tokens; None: it may pass."""
+        if not self.tokens or scope["path"] in OPEN_PATHS:
+            return None
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, token = given.partition(b" ")
+        # All are compared, each in a time that does not depend on how much of it is right.
+        is_right = [hmac.compare_digest(token.strip(), known) for known in self.tokens]
+        if scheme.lower() == b"bearer" and any(is_right):
+            return None
+        message = "authorization: wanted one of the server's tokens, as `Authorization: Bearer TOKEN`."
+        return Refusal(401, "unauthorized", message, {"WWW-Authenticate": "Bearer", **CLOSE})
+
+
+OPEN = Security()
+"""Asks nothing of clients."""
+
+
+def _read_tokens(path: str | os.PathLike[str] | None) -> tuple[bytes, ...]:
+    """Reads the tokens of a file, one on each line."""
+    if path is None:
+        return ()
+    try:
+        with open(path, "rb") as file:
+            tokens = tuple(token for line in file.read(1 << 16).splitlines() if (token := line.strip()))
+    except OSError as error:
+        raise OSError(f"serve: --token-file: got {os.fspath(path)}: {error}; give a file that can be read.") from None
+    if not tokens or any(len(token) < LEAST_LETTERS or not token.isascii() or b" " in token for token in tokens):
+        raise ValueError(
+            f"serve: --token-file: got {os.fspath(path)} with {len(tokens)} tokens, wanted at least one, each of "
+            f"{LEAST_LETTERS} or more ASCII characters without spaces, on a line of its own."
+        )
+    return tokens
+
+
+def _refuse_password() -> str:
+    raise OSError("the key has a password, which a server cannot ask for")
