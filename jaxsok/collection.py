@@ -165,7 +165,7 @@ class Collection:
                     *features,
                 ],
             )
-        free, host_share = grow_lib.agree_on_free_bytes(shards), grow_lib.agree_on_host_share(self.stores, shards)
+        free, host_share = grow_lib.agree_on_room(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
         grow_lib.require_memory(asked, "init", free, host_share, is_new=True)
         grow_lib.warn_of_max_capacity(self.stores, host_share)

@@ -3,25 +3,11 @@
 Growing appends a slab to every per-row array and copies no row. The old index goes before the new one is made from the
 records, so the peak is the new size. Slabs are allocated and programs compiled before anything goes.
 
-`grow` makes room for the keys that are coming. It first compares two bounds that cost no wait: the rows in use are at
-most those last seen plus what the steps since could have inserted, and the new keys are at most the positions. Only if
-the two do not fit, the host waits for the steps under way, the device counts the distinct keys of the coming batches
-that have no row, and these exact numbers decide. If the bounds fit, the exact numbers fit too. So the decision depends
-on the state and the coming batches alone, and not on what has arrived by when: a resumed run decides as one that went
-on, and all processes of a run decide alike.
-
-The same holds for the keys that wait for a row (`StoreState.sightings`), which are rebuilt, larger if need be, before
-they fill half of their buckets.
-
-A store without rows gets, in the first call, room for many batches like the first one: its step is not compiled yet, so
-this growth costs no program (record 0026).
-
-A store that may grow no further, and whose tables have an eviction policy, loses rows in the same manner, plus a slack,
-so that this is rare. Rows that the coming batches ask for stay. If the store is large against a step's positions, its
-keys are not counted, and nothing waits: it decides by the counters of two batches ago, which have arrived, and keeps
-room for the positions of the batches since (record 0030).
-
-On a mesh the fullest shard decides, and all shards grow alike.
+`grow` decides by bounds that cost no wait, and where these do not fit by an exact count (docs/growth.md). If the bounds
+fit, the exact numbers fit too. So the decision depends on the state and the coming batches alone, and not on what has
+arrived by when: a resumed run decides as one that went on, and all processes of a run decide alike. The same holds for
+the keys that wait for a row (`StoreState.sightings`), which are rebuilt before they fill half of their buckets, and for
+evictions, whose late form record 0030 describes. On a mesh the fullest shard decides, and all shards grow alike.
 """
 
 import collections
@@ -30,7 +16,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -260,8 +246,11 @@ class GrowthTracker:
             _Look(self.num_taken + batches, rows, self.taken[store] - since) for batches, rows, since in saved
         ]
 
-    def learn(self, seen: "_Seen", allowed: Sequence[int]) -> None:
-        """Records a summary and the value of `allowed` that belongs to it."""
+    def learn(self, seen: "_Seen", allowed: Sequence[int] | None = None) -> None:
+        """Records a summary and the value of `allowed` that belongs to it; None: what it is now, nothing is newer."""
+        if allowed is None:
+            self.under_way.clear()
+            allowed = self.allowed
         for s, num_rows in enumerate(seen.num_rows):
             self.known[s] = (num_rows, allowed[s])
             self.sightings[s] = seen.num_sightings[s], allowed[s]
@@ -420,21 +409,18 @@ def grow(
     if is_at_rest:
         # No wait. It saves waits later, and does not change what is decided.
         seen = _read(state, num_shards, shards)
-        tracker.under_way.clear()
-        tracker.learn(seen, tracker.allowed)
+        tracker.learn(seen)
         is_unplaced = any(seen.num_unplaced)
         _warn_of_refusals(tracker, capacities, seen)
     while tracker.under_way and (is_due or is_any_short()):
         summary, allowed = tracker.under_way.popleft()
-        seen = summary.seen
-        tracker.learn(seen, allowed)
-        is_unplaced |= any(seen.num_unplaced)
-        _warn_of_refusals(tracker, capacities, seen)
-    if is_unplaced or any(is_short(s) or is_crowded(s) or is_fresh(s) for s in stores):
+        tracker.learn(summary.seen, allowed)
+        is_unplaced |= any(summary.seen.num_unplaced)
+        _warn_of_refusals(tracker, capacities, summary.seen)
+    if is_unplaced or is_any_short() or any(map(is_fresh, stores)):
         seen = _read(state, num_shards, shards)
         tracker.num_waits += 1
-        tracker.under_way.clear()
-        tracker.learn(seen, tracker.allowed)
+        tracker.learn(seen)
         _warn_of_refusals(tracker, capacities, seen)
         fresh = [s for s in stores if is_fresh(s)]
         short = [s for s in stores if is_short(s) or s in fresh]
@@ -619,18 +605,17 @@ def _rows_to_grow_to(
             wanted[s] = need.num_rows
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
             tired[s] = tracker.num_in_use(s) + CALLS_AT_ONCE * positions[s]
-    free = agree_on_free_bytes(tracker.shards) if tired or first else None
-    host_share = agree_on_host_share([specs[s] for s in (*tired, *first)], tracker.shards)
+    room = agree_on_room([specs[s] for s in (*tired, *first)], tracker.shards)
     for s, enough in first.items():
         rows, limit = capacities[s], min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
         shares = FIRST_SHARE * len(specs)
-        while rows < min(limit, enough) and fits([(specs[s], shares * (2 * rows - capacities[s]))], free, host_share):
+        while rows < min(limit, enough) and fits([(specs[s], shares * (2 * rows - capacities[s]))], *room):
             rows *= 2
         if rows > capacities[s]:
             wanted[s] = max(wanted.get(s, 0), min(rows, limit))
     for s, rows in tired.items():
         limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        if fits([(specs[s], 2 * (min(rows, limit) - capacities[s]))], free, host_share):  # in half of the memory
+        if fits([(specs[s], 2 * (min(rows, limit) - capacities[s]))], *room):  # in half of the memory
             wanted[s] = rows
             tracker.num_counts[s] = 0
     return wanted
@@ -780,19 +765,22 @@ def fits(asked: Sequence[tuple[StoreSpec, int]], free: int | None, host_share: H
 def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
     """Returns the capacities that short stores grow to; raises, before anything has changed, if they will not fit."""
     capacities, specs = {}, tracker.specs
-    free = agree_on_free_bytes(tracker.shards) if needed else None
-    host_share = agree_on_host_share([specs[s] for s in needed], tracker.shards)
+    room = agree_on_room([specs[s] for s in needed], tracker.shards)
     for s, rows in needed.items():
         capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
-        capacities[s] = next_capacity(specs[s], capacity, rows, free, host_share)
+        capacities[s] = next_capacity(specs[s], capacity, rows, *room)
         if capacities[s] <= capacity or num_slabs >= specs[s].max_slabs:
             raise MemoryError(
                 f"grow: store of tables {_names(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
                 f"rows, beyond {MAX_CAPACITY} rows or {specs[s].max_slabs} slabs; start with a larger capacity."
             )
-    more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
-    require_memory(more, "grow", free, host_share)
+    require_memory(rows_to_add(specs, state, capacities), "grow", *room)
     return capacities
+
+
+def rows_to_add(specs: Sequence[StoreSpec], state: State, capacities: Mapping[int, int]) -> list[tuple[StoreSpec, int]]:
+    """Returns the stores that grow to `capacities`, by store, with the rows that each shard gets."""
+    return [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
 
 
 def _prepare_growth(
@@ -869,25 +857,26 @@ def _names(spec: StoreSpec) -> str:
     return ", ".join(f'"{table.name}"' for table in spec.tables)
 
 
+def agree_on_room(specs: Sequence[StoreSpec], shards: Shards) -> tuple[int | None, HostLimit | None]:
+    """Returns the memory that stores can grow into: free bytes for a shard, and a device's share of host memory.
+
+    They are the same in all processes. None: unknown, or there is no such store, or none that has rows there.
+    """
+    if not specs:
+        return None, None
+    free = agree_on_free_bytes(shards)
+    return free, share_of_device(shards) if any(spec.memory is not None for spec in specs) else None
+
+
 def agree_on_free_bytes(shards: Shards) -> int | None:
     """Returns the least free memory for a shard over the devices of all processes; None: unknown."""
-    free = _agree_on_least(free_bytes(), shards)
+    free, unknown = free_bytes(), 1 << 61
+    if shards.num_processes > 1:
+        free = processes.least(unknown if free is None else free)
+    if free is None or free == unknown:
+        return None
     # Shards on CPU devices share the memory of their host.
-    return free // len(shards.local()) if free is not None and jax.default_backend() == "cpu" else free
-
-
-def agree_on_host_share(specs: Sequence[StoreSpec], shards: Shards) -> HostLimit | None:
-    """Returns a device's share of host memory, the same in all processes; None: unknown, or no store has rows there."""
-    return share_of_device(shards) if any(spec.memory is not None for spec in specs) else None
-
-
-def _agree_on_least(free: int | None, shards: Shards) -> int | None:
-    """Returns the least of all processes; None: one does not know."""
-    if shards.num_processes == 1:
-        return free
-    unknown = 1 << 61
-    free = processes.least(unknown if free is None else free)
-    return None if free == unknown else free
+    return free // len(shards.local()) if jax.default_backend() == "cpu" else free
 
 
 def free_bytes() -> int | None:
@@ -925,36 +914,38 @@ def require_memory(
             f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower{caches_too} "
             "capacity, dim or the optimizer's state."
         )
-    total = sum(num_rows * host_row_bytes(spec) for spec, num_rows in asked)
-    if host_share is not None and total > host_share.num_bytes:
-        parts = "; ".join(
-            f"store of tables {_names(spec)}: {num_rows} rows of {host_row_bytes(spec)} bytes"
-            for spec, num_rows in asked
-            if spec.memory is not None
-        )
+    if shortage := _describe_host_shortage(asked, host_share):
         raise MemoryError(
-            f"{op}: capacity: got {total} bytes of host memory for a device ({parts}), wanted at most "
-            f"{host_share.num_bytes} that are available to it ({host_share.name}); lower capacity, dim or the "
-            "optimizer's state, or raise the limit."
+            f"{op}: capacity: {shortage}; lower capacity, dim or the optimizer's state, or raise the limit."
         )
 
 
 def warn_of_max_capacity(specs: Sequence[StoreSpec], host_share: HostLimit | None) -> None:
     """Warns that new stores cannot grow up to the `max_capacity` that they declare, for want of host memory."""
-    limited = [spec for spec in specs if spec.memory is not None and spec.max_capacity is not None]
-    total = sum(not_none(spec.max_capacity) * host_row_bytes(spec) for spec in limited)
-    if host_share is not None and total > host_share.num_bytes:
-        parts = "; ".join(
-            f"store of tables {_names(spec)}: {spec.max_capacity} rows of {host_row_bytes(spec)} bytes"
-            for spec in limited
-        )
+    limited = [(spec, spec.max_capacity) for spec in specs if spec.max_capacity is not None]
+    if shortage := _describe_host_shortage(limited, host_share):
         warnings.warn(
-            f"init: max_capacity: got {total} bytes of host memory for a device ({parts}), wanted at most "
-            f"{host_share.num_bytes} that are available to it ({host_share.name}); growth will fail before "
-            "max_capacity is reached. Lower max_capacity, or raise the limit.",
+            f"init: max_capacity: {shortage}; growth will fail before max_capacity is reached. Lower max_capacity, or "
+            "raise the limit.",
             RuntimeWarning,
             stacklevel=4,  # the caller of Collection.init, behind its annotation
         )
+
+
+def _describe_host_shortage(asked: Sequence[tuple[StoreSpec, int]], host_share: HostLimit | None) -> str:
+    """Describes what stores with their rows (of a shard) ask of host memory; empty if they fit."""
+    total = sum(num_rows * host_row_bytes(spec) for spec, num_rows in asked)
+    if host_share is None or total <= host_share.num_bytes:
+        return ""
+    parts = "; ".join(
+        f"store of tables {_names(spec)}: {num_rows} rows of {host_row_bytes(spec)} bytes"
+        for spec, num_rows in asked
+        if spec.memory is not None
+    )
+    return (
+        f"got {total} bytes of host memory for a device ({parts}), wanted at most {host_share.num_bytes} that are "
+        f"available to it ({host_share.name})"
+    )
 
 
 def grow_to(
@@ -969,9 +960,8 @@ def grow_to(
                 f"{op}: store of tables {_names(specs[s])}: got {rows} rows for a shard, wanted at most {MAX_CAPACITY} "
                 f"in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
             )
-    free, host_share = agree_on_free_bytes(shards), agree_on_host_share([specs[s] for s in capacities], shards)
-    more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
-    require_memory(more, op, free, host_share)
+    room = agree_on_room([specs[s] for s in capacities], shards)
+    require_memory(rows_to_add(specs, state, capacities), op, *room)
     return _prepare_growth(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 

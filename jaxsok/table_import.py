@@ -270,9 +270,8 @@ class _Import:
                 )
         expected = self._expected_rows()
         if max(needed, expected) > self.capacity:
-            free = grow_lib.agree_on_free_bytes(self.shards)
-            host_share = grow_lib.agree_on_host_share([self.spec], self.shards)
-            capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free, host_share)
+            room = grow_lib.agree_on_room([self.spec], self.shards)
+            capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, *room)
             sizes, writer = {self.writer.s: expected if expected >= needed else capacity}, self.writer
             writer.held.state = grow_lib.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
         self.in_use = self.in_use + asked

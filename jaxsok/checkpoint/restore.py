@@ -302,13 +302,8 @@ def with_room(
         with_step = max(needed, min(limit, needed + _keys_of_step(collection, s, needed)))
         if is_new and with_step > capacity:
             roomy[s] = with_step
-    free = grow_lib.agree_on_free_bytes(collection.shards) if roomy else None
-    host_share = grow_lib.agree_on_host_share([collection.stores[s] for s in roomy], collection.shards)
-    more = [
-        (collection.stores[s], rows - state.stores[s].capacity // collection.stores[s].num_shards)
-        for s, rows in (capacities | roomy).items()
-    ]
-    if grow_lib.fits(more, free, host_share):
+    room = grow_lib.agree_on_room([collection.stores[s] for s in roomy], collection.shards)
+    if grow_lib.fits(grow_lib.rows_to_add(collection.stores, state, capacities | roomy), *room):
         capacities |= roomy
     return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 
