@@ -92,26 +92,24 @@ class _Source:
 
     spec: FeatureSpec
     key_type: int
-    key_strides: tuple[int, ...]
     num_samples: int
     num_bags: int
     """Bags of the samples, with those that `pad_to` adds."""
     width: int
     """Keys of each bag; 0: ragged."""
     kind: int
-    bag_stride: int
-    bag_type: int
-    weight_strides: tuple[int, ...]
-    weight_type: int
+    square: int
+    """Places of each bag where ragged keys become a rectangle; else 0."""
     limit: int
     """The largest number of keys of a part."""
     size: int
     """Keys of a part, with padding; 0: it follows from the batch."""
-
-    @property
-    def square(self) -> int:
-        """Places of each bag where ragged keys become a rectangle; else 0."""
-        return (self.spec.max_hotness or 0) if self.kind else 0
+    has_lines: bool
+    """True if keys are given as `[num_samples, width]`."""
+    of_keys: dict[str, int]
+    """Fields of `kernel.KEYS` that types and shapes give."""
+    of_bags: dict[str, int]
+    """Fields of `kernel.BAGS`, likewise."""
 
     @property
     def has_offsets(self) -> bool:
@@ -366,10 +364,12 @@ class HostPacker(abc.ABC):
         for store, (place, _) in zip(stores, offsets, strict=True):
             for source in store:
                 if source.square:
-                    bags.append(_bag_item(source, num_parts, scratch, num_offsets, end))
+                    bags.append(source.of_bags | {"offsets": scratch, "offsets_step": num_offsets, "ends": end})
                     scratch += 4 * num_offsets * num_parts
                 elif source.kind:
-                    bags.append(_bag_item(source, num_parts, place, memory.part_bytes // 4, end))
+                    bags.append(
+                        source.of_bags | {"offsets": place, "offsets_step": memory.part_bytes // 4, "ends": end}
+                    )
                     place += 4 * num_offsets
                 end += 8 * (num_parts + 1) if source.kind else 0
         return _Recipe(
@@ -383,7 +383,7 @@ class HostPacker(abc.ABC):
             scratch,
             ends,
             offsets,
-            np.array(bags, kernel.BAGS),
+            _make_items(kernel.BAGS, bags),
             np.flatnonzero([source.kind for source in sources]),
             np.flatnonzero([source.spec.weighted for source in sources]),
             np.array([source.limit for source in ragged], np.int64),
@@ -400,13 +400,16 @@ class HostPacker(abc.ABC):
             places.append(place)
             keys_at, weights_at = place.keys, place.weights
             for source, size in zip(store, of_store, strict=True):
-                bag_item = next(bags) if source.kind else None
-                keys.append(_key_item(source, size, bag_item, keys_at, weights_at, place.itemsize, len(recipe.numbers)))
+                places_of_part = {"size": size, "packed": keys_at, "packed_weights": weights_at}
+                if source.kind:
+                    of_bags = next(bags)
+                    places_of_part |= {"ends": of_bags["ends"], "offsets": of_bags["offsets"]}
+                keys.append(source.of_keys | places_of_part | {"is_narrow": place.itemsize == 4})
                 keys_at += place.itemsize * size
                 weights_at += 4 * size if source.spec.weighted else 0
         if any(place.num_keys >= 2**31 for place in places):
             return None
-        items = np.array(keys, kernel.KEYS)
+        items = _make_items(kernel.KEYS, keys)
         items["part_bytes"] = memory.part_bytes
         layouts, unsigned = [], []
         of_part = recipe.num_bags // len(recipe.numbers)
@@ -420,16 +423,6 @@ class HostPacker(abc.ABC):
 
     def _follow(self, recipe: _Recipe, given: _Given, raw: Mapping[str, Any], pad_to: int | None) -> "HostBatch | None":
         """Packs a batch by its recipe; returns None where the data are refused."""
-        found = self._pack_stores(recipe, given)
-        if found is None:
-            return None
-        rest = features_lib.rest_of(raw, self._features)
-        return HostBatch(*found, rest, self._tag, len(recipe.numbers), recipe.is_split, recipe.num_samples, pad_to)
-
-    def _pack_stores(
-        self, recipe: _Recipe, given: _Given
-    ) -> tuple[list[Any], tuple[tuple[FeatureLayout, ...], ...], tuple["_Unsigned | None", ...]] | None:
-        """Packs the features of each store, for the shards of the recipe: fields of a HostBatch, or None if refused."""
         num_parts, num_features, num_ragged = len(recipe.numbers), len(given.keys), len(given.bags)
         addresses = kernel.addresses([*given.keys, *given.bags, *given.weights])
         num_keys = [array.size for array, kind in zip(given.keys, given.kinds, strict=True) if kind]
@@ -469,7 +462,17 @@ class HostPacker(abc.ABC):
             weights = memory.views(lent, place.weights, np.float32, place.num_weights) or no_weights
             offsets_by_part = recipe.memory.views(offsets, begin, np.int32, count) or None
             arrays.append((keys_by_part or [keys_lib.padding_words((1,))] * num_parts, offsets_by_part, weights))
-        return arrays, tuple(sized.layouts), sized.unsigned
+        return HostBatch(
+            arrays,
+            tuple(sized.layouts),
+            sized.unsigned,
+            features_lib.rest_of(raw, self._features),
+            self._tag,
+            num_parts,
+            recipe.is_split,
+            recipe.num_samples,
+            pad_to,
+        )
 
     def _pack_bags(
         self, recipe: _Recipe, addresses: np.ndarray, num_keys: Sequence[int], lent: ctypes.Array
@@ -738,20 +741,18 @@ def _describe(
         size = of_part * spec.max_hotness
     else:
         size = 0 if limit == _NO_LIMIT else limit
+    square = (spec.max_hotness or 0) if kind else 0
+    of_keys = {"line_stride": keys.strides[0], "key_stride": keys.strides[-1], "type": key_type}
+    of_keys |= {"width": max(1, width), "num_keys": num_samples * width}
+    of_keys |= {"num_parts": num_parts, "num_bags": of_part, "square": square, "weight_type": weight_type}
+    if weights is not None:
+        of_keys |= {"weight_line_stride": weights.strides[0], "weight_stride": weights.strides[-1]}
+    of_bags = {"type": bag_type, "is_offsets": kind == _OFFSETS}
+    of_bags |= {"num_bags": num_samples, "num_parts": num_parts, "bags_of_part": of_part}
+    if bags is not None:
+        of_bags["stride"] = bags.strides[0]
     return _Source(
-        spec=spec,
-        key_type=key_type,
-        key_strides=keys.strides,
-        num_samples=num_samples,
-        num_bags=num_bags,
-        width=width,
-        kind=kind,
-        bag_stride=0 if bags is None else bags.strides[0],
-        bag_type=bag_type,
-        weight_strides=(0,) if weights is None else weights.strides,
-        weight_type=weight_type,
-        limit=limit,
-        size=size,
+        spec, key_type, num_samples, num_bags, width, kind, square, limit, size, keys.ndim == 2, of_keys, of_bags
     )
 
 
@@ -765,7 +766,7 @@ def _part(source: _Source, size: int, num_bags: int) -> features_lib.Part:
     elif source.square:
         shape, hotness = (num_bags, source.square), 1
     else:
-        shape = (num_bags,) if spec.combiner or len(source.key_strides) == 1 else (num_bags, source.width)
+        shape = (num_bags, source.width) if source.has_lines and not spec.combiner else (num_bags,)
         hotness = source.width
     if spec.combiner is None:
         num_bags, hotness = size, 1
@@ -773,55 +774,9 @@ def _part(source: _Source, size: int, num_bags: int) -> features_lib.Part:
     return features_lib.Part(spec, words, offsets, weights, num_bags, hotness, shape)
 
 
-def _bag_item(source: _Source, num_parts: int, offsets: int, offsets_step: int, ends: int) -> tuple[int, ...]:
-    """Returns the fields of `kernel.BAGS`; the batch fills in zeros."""
-    return (
-        0,
-        source.bag_stride,
-        source.bag_type,
-        source.kind == _OFFSETS,
-        source.num_samples,
-        0,
-        num_parts,
-        source.num_bags // num_parts,
-        offsets,
-        offsets_step,
-        ends,
-    )
-
-
-def _key_item(
-    source: _Source,
-    size: int,
-    bags: Any,
-    packed: int,
-    packed_weights: int,
-    itemsize: int,
-    num_parts: int,
-) -> tuple[int, ...]:
-    """Returns the fields of `kernel.KEYS`; the batch fills in zeros, and the number of ragged keys."""
-    return (
-        0,
-        source.key_strides[0],
-        source.key_strides[-1],
-        source.key_type,
-        max(1, source.width),
-        source.num_samples * source.width,
-        0 if bags is None else bags["ends"],
-        num_parts,
-        0,
-        size,
-        packed,
-        itemsize == 4,
-        0,
-        source.weight_strides[0],
-        source.weight_strides[-1],
-        source.weight_type,
-        packed_weights,
-        0 if bags is None else bags["offsets"],
-        source.num_bags // num_parts,
-        source.square,
-    )
+def _make_items(dtype: np.dtype, items: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Makes the library's items; the batch fills in the fields that are not named."""
+    return np.array([tuple(item.get(name, 0) for name in not_none(dtype.names)) for item in items], dtype)
 
 
 # Keys of 32 bits ------------------------------------------------------------------------------------------------------
