@@ -253,8 +253,7 @@ class Collection:
         """Returns the checked arguments of `plan`, with capacities that can be hashed."""
         check_features("plan", self, features)
         if send_capacity is not None:
-            self._check_send_capacity(send_capacity)
-            send_capacity = tuple(int(capacity) for capacity in send_capacity)
+            send_capacity = self._check_send_capacity(send_capacity)
         (features,) = guards.refuse_transforms("plan", features=features)
         return features, send_capacity
 
@@ -485,7 +484,7 @@ class Collection:
         Example:
           `state, num_erased = collection.erase(state, "user", np.array([7]))`
         """
-        return operations.erase(operations.resolve("erase", self, state, table), state, keys)
+        return operations.on_keys("erase", self, state, table, keys)
 
     @annotations.annotate("jaxsok.contains")
     def contains(self, state: State, table: str, keys: Any) -> Bool[Array, " num_keys"]:
@@ -498,7 +497,7 @@ class Collection:
           >>> collection.contains(state, "item", np.array([9, 8])).tolist()
           [True, False]
         """
-        return operations.contains(operations.resolve("contains", self, state, table), state, keys)
+        return operations.on_keys("contains", self, state, table, keys)
 
     @annotations.annotate("jaxsok.rows_of")
     def rows_of(
@@ -515,7 +514,7 @@ class Collection:
         Example:
           `rows, is_there = collection.rows_of(state, "user", np.array([7, 9]))`
         """
-        return operations.rows_of(operations.resolve("rows_of", self, state, table), state, keys)
+        return operations.on_keys("rows_of", self, state, table, keys)
 
     @annotations.annotate("jaxsok.assign")
     def assign(
@@ -548,8 +547,7 @@ class Collection:
           >>> int(num_inserted), collection.rows_of(state, "item", np.array([9, 5]))[0].sum(axis=1).tolist()
           (1, [4.0, 0.0])
         """
-        resolved = operations.resolve("assign", self, state, table)
-        return operations.assign(resolved, state, keys, rows, clock, self.growth)
+        return operations.assign(self, state, table, keys, rows, clock)
 
     @annotations.annotate("jaxsok.clear")
     def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
@@ -564,7 +562,7 @@ class Collection:
         Example:
           `state, num_erased = collection.clear(state, "user")`
         """
-        return operations.clear(operations.resolve("clear", self, state, table), state)
+        return operations.clear(self, state, table)
 
     @annotations.annotate("jaxsok.evict")
     def evict(
@@ -619,7 +617,6 @@ class Collection:
           >>> evicted.to_dict(), collection.export_table(state, "item")["keys"].tolist()
           ({'item': 2}, [9])
         """
-        check_state("evict", self, state)
         return operations.evict(self, state, table, policy, num_rows, clock, hand_over)
 
     @annotations.annotate("jaxsok.export_table")
@@ -760,8 +757,6 @@ class Collection:
     @annotations.annotate("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
         """Counts the rows in use by table, as `{"user": 1000, "item": 250}` (waits for the device)."""
-        check_state("num_rows", self, state)
-        check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         return operations.num_rows(self, state)
 
     @annotations.annotate("jaxsok.cache_stats")
@@ -789,8 +784,6 @@ class Collection:
           >>> last.num_hits, last.num_read, last.bytes_read, last.hit_rate
           (1, 1, 48, 0.5)
         """
-        check_state("cache_stats", self, state)
-        check_untraced("cache_stats", state)
         return operations.cache_stats(self, state)
 
     @annotations.annotate("jaxsok.grow")
@@ -997,14 +990,14 @@ class Collection:
             self.tables, self.stores, parts, capacities, num_rows, self.exchange, *of_step, *of_device
         )
 
-    def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
+    def _check_send_capacity(self, send_capacity: Sequence[int]) -> tuple[int, ...]:
         what = "plan: send_capacity"
         if not self.shards.is_mesh:
             raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
         if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != len(self.stores):
             raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {len(self.stores)} stores.")
-        for capacity in send_capacity:
-            checks.integer(what, capacity, 1, wanted="a number of keys, at least 1")
+        wanted = "a number of keys, at least 1"
+        return tuple(checks.integer(what, capacity, 1, wanted=wanted) for capacity in send_capacity)
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """Checks the plans and gradients of an op; returns them as lists of one length."""

@@ -1,7 +1,7 @@
 """Operations on one table of a state, as plain functions, and the checks of what callers pass.
 
-`Collection` resolves the name of a table to a `TableRef`. Between steps an operation is a program of its own, which
-donates the store that it changes; inside a jitted step it is a part of that program.
+The name of a table is resolved to a `TableRef`. Between steps an operation is a program of its own, which donates the
+store that it changes; inside a jitted step it is a part of that program.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, UInt32
 
 from jaxsok import checks, coming, grow, guards, policies, tickets
 from jaxsok import evict as evict_lib
@@ -76,50 +76,41 @@ class TableRef:
 # Calls of Collection -------------------------------------------------------------------------------------------------
 
 
-def erase(table: TableRef, state: State, keys: Any) -> tuple[State, UInt32[Array, ""]]:
-    """Erases rows; see `Collection.erase`."""
-    state, words = guards.refuse_transforms("erase", state=state, keys=_words("erase", keys))
-    return _run(_erase, table, state, words, is_write=True)
-
-
-def contains(table: TableRef, state: State, keys: Any) -> Bool[Array, " num_keys"]:
-    """Finds keys; see `Collection.contains`."""
-    state, words = guards.refuse_transforms("contains", state=state, keys=_words("contains", keys))
-    return _run(_contains, table, state, words)
-
-
-def rows_of(table: TableRef, state: State, keys: Any) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-    """Reads rows; see `Collection.rows_of`."""
-    state, words = guards.refuse_transforms("rows_of", state=state, keys=_words("rows_of", keys))
-    return _run(_rows_of, table, state, words)
+def on_keys(op: str, collection: Declared, state: State, table: str, keys: Any) -> Any:
+    """Does `Collection.erase`, `contains` or `rows_of`, by its name."""
+    body = {"erase": _erase, "contains": _contains, "rows_of": _rows_of}[op]
+    found = resolve(op, collection, state, table)
+    state, words = guards.refuse_transforms(op, state=state, keys=_words(op, keys))
+    return _run(body, found, state, words, is_write=op == "erase")
 
 
 def assign(
-    table: TableRef, state: State, keys: Any, rows: Any, clock: Any, growth: grow.GrowthTracker
+    collection: Declared, state: State, table: str, keys: Any, rows: Any, clock: Any
 ) -> tuple[State, UInt32[Array, ""], UInt32[Array, ""]]:
-    """Sets rows; see `Collection.assign`; `growth` notes how many rows a step sets."""
-    words = _words("assign", keys)
+    """Sets rows; see `Collection.assign`."""
+    found, words = resolve("assign", collection, state, table), _words("assign", keys)
     rows = rows if isinstance(rows, jax.Array) else np.asarray(rows)
-    wanted = (words.shape[0], table.spec.dim)
+    wanted = (words.shape[0], found.spec.dim)
     if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.shape != wanted:
         raise ValueError(f"assign: rows: got {rows.dtype}{list(rows.shape)}, wanted floats{list(wanted)}.")
-    if rows.dtype != jnp.dtype(table.spec.dtype):
+    if rows.dtype != jnp.dtype(found.spec.dtype):
         rows = rows.astype(np.float32)
     now = clock_of("assign", clock)
     now = state.step if now is None else now
     if _is_traced((state, words)):
-        growth.record_assign(table.store, words.shape[0])
+        collection.growth.record_assign(found.store, words.shape[0])
     else:
-        growth.forget()  # its bound on the rows in use holds only for steps
+        collection.growth.forget()  # its bound on the rows in use holds only for steps
     state, words, rows, now = guards.refuse_transforms("assign", state=state, keys=words, rows=rows, clock=now)
-    state, (num_inserted, num_refused) = _run(_assign, table, state, words, rows, now, is_write=True)
+    state, (num_inserted, num_refused) = _run(_assign, found, state, words, rows, now, is_write=True)
     return state, num_inserted, num_refused
 
 
-def clear(table: TableRef, state: State) -> tuple[State, UInt32[Array, ""]]:
+def clear(collection: Declared, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
     """Clears tables; see `Collection.clear`."""
+    found = resolve("clear", collection, state, table)
     (state,) = guards.refuse_transforms("clear", state=state)
-    return _run(_clear, table, state, is_write=True)
+    return _run(_clear, found, state, is_write=True)
 
 
 def evict(
@@ -132,6 +123,7 @@ def evict(
     hand_over: evict_lib.HandOver | None,
 ) -> tuple[State, evict_lib.Evicted]:
     """Evicts rows; see `Collection.evict`."""
+    check_state("evict", collection, state)
     leaving = _choose_leaving(collection, table, policy, num_rows)
     now = clock_of("evict", clock)
     num_rows = None if num_rows is None else _word("evict: num_rows", num_rows)
@@ -159,6 +151,8 @@ def evict(
 
 def num_rows(collection: Declared, state: State) -> dict[str, int]:
     """Counts rows; see `Collection.num_rows`."""
+    check_state("num_rows", collection, state)
+    check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
     in_use = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
         # int64: all shards together may have more than 2**31 rows.
@@ -170,6 +164,8 @@ def num_rows(collection: Declared, state: State) -> dict[str, int]:
 
 def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
     """Reads the caches' counts; see `Collection.cache_stats`."""
+    check_state("cache_stats", collection, state)
+    check_untraced("cache_stats", state)
     in_use, shards, found = num_rows(collection, state), collection.shards, []
     for spec, store in zip(collection.stores, state.stores, strict=True):
         for tier in store.tier:
