@@ -23,9 +23,14 @@ TO_DATE = ("num_evicted",)
 Words = Int32[Array | np.ndarray, "*steps num_words"]
 
 
-def _count(name: str, meaning: str) -> property:
-    """Declares a count of `Stats`: int32 `[*steps, num_tables]`, `[*steps, num_stores]`, or `[*steps]`."""
-    return property(lambda stats: stats.count(name), doc=meaning)
+class _Count(property):
+    """A count of `Stats` by the name of its attribute: int32 `[*steps, num_tables or num_stores]`, or `[*steps]`."""
+
+    def __init__(self, meaning: str) -> None:
+        super().__init__(lambda stats: stats.count(self.attribute), doc=meaning)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.attribute = name
 
 
 @jax.tree_util.register_dataclass
@@ -57,46 +62,35 @@ class Stats:
     num_shards: int = dataclasses.field(default=1, metadata={"static": True})
     """Shards over which the tables are split."""
 
-    num_found = _count("num_found", "By table: the key had a row (repeats of a new key in its first batch included).")
-    num_inserted = _count("num_inserted", "By table: the key was new and got a row.")
-    num_missing = _count("num_missing", "By table, `find` only: the key has no row.")
-    num_refused = _count(
-        "num_refused",
+    num_found = _Count("By table: the key had a row (repeats of a new key in its first batch included).")
+    num_inserted = _Count("By table: the key was new and got a row.")
+    num_missing = _Count("By table, `find` only: the key has no row.")
+    num_refused = _Count(
         "By table: the key was new and got no row, as its store is full or it is not admitted yet; it learns nothing.",
     )
-    num_padding = _count("num_padding", "By table: PADDING_KEY, and the unused tail of a key buffer.")
-    num_unadmitted = _count("num_unadmitted", "By table, of the refused: those that the table's admission kept out.")
-    num_nonfinite = _count(
-        "num_nonfinite", "By table: rows whose summed gradient was infinite or NaN; they were left alone."
-    )
-    num_rows = _count(
-        "num_rows", "By table: rows in use after the step, up to 2**31 - 1 (`Collection.num_rows` counts further)."
-    )
-    num_evicted = _count(
-        "num_evicted",
+    num_padding = _Count("By table: PADDING_KEY, and the unused tail of a key buffer.")
+    num_unadmitted = _Count("By table, of the refused: those that the table's admission kept out.")
+    num_nonfinite = _Count("By table: rows whose summed gradient was infinite or NaN; they were left alone.")
+    num_rows = _Count("By table: rows in use after the step, up to 2**31 - 1 (`Collection.num_rows` counts further).")
+    num_evicted = _Count(
         "By table: rows that `evict` or `grow` ever evicted, uint32, modulo 2**32; 0 where its store has no policy.",
     )
-    longest_probe = _count(
-        "longest_probe",
+    longest_probe = _Count(
         "By store: buckets of the longest walk to a row since the index was last built; may differ between GPU runs.",
     )
-    num_unplaced = _count(
-        "num_unplaced",
+    num_unplaced = _Count(
         "By store, of the refused since the index was last built: occurrences that found no entry within the probe "
         "bound, there or among the keys that wait for a row (`AdmitByCount`).",
     )
-    num_stale = _count(
-        "num_stale",
+    num_stale = _Count(
         "Uses that changed nothing because their plan was left out: it is older than the last erase or eviction, or "
         "one of `num_misused_plans`.",
     )
-    num_misused_plans = _count(
-        "num_misused_plans",
+    num_misused_plans = _Count(
         "Plans that changed nothing because they have no open ticket in the state: their lookup does not belong to its "
         "history, an update has used them before, or more than 256 lookups came in between.",
     )
-    num_rounds = _count(
-        "num_rounds",
+    num_rounds = _Count(
         "By store: passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged.",
     )
 
