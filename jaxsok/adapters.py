@@ -135,11 +135,8 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
         offsets = features_lib.read_offsets(bags, words, what)
     keys = keys.reshape(-1)[: offsets[-1]]
     places, is_kept = np.repeat(np.arange(offsets.size - 1), np.diff(offsets)), keys.view(np.int64) >= 0
-    weights = None if bags.weights is None else np.asarray(bags.weights)
+    weights = features_lib.weights_on_host(bags.weights, words.shape[:-1], what)
     if weights is not None:
-        if weights.shape != words.shape[:-1]:
-            wanted = f"that of the keys, {list(words.shape[:-1])}"
-            raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted {wanted}.")
         weights = weights.reshape(-1)[: keys.size]
         is_kept &= (combiner == "sum") | (weights > 0)
         weights = weights[is_kept]
@@ -177,35 +174,29 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
     if isinstance(value, np.ndarray):  # most are, and every batch comes through here
         return value
     bags = bags_of(value)
-    others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
-    if all(array is None or isinstance(array, np.ndarray) for array in (bags.keys, *others.values())):
+    if all(array is None or isinstance(array, np.ndarray) for array in vars(bags).values()):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
         value = bags = _unpack_tensors(bags, what)
-        others = {name: getattr(bags, name) for name in others}
-    if _is_coo(bags.keys):
-        given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
+    if isinstance(bags.keys, Coo) or _is_bcoo(bags.keys) or _is_sparse_tensor(bags.keys):
+        given = [name for name in ("lengths", "offsets", "weights") if getattr(bags, name) is not None]
         if given:
             raise ValueError(
                 f"{what}: got a {type(bags.keys).__name__} with {given}, wanted it alone: it says which keys are in "
                 "which bag, and their weights."
             )
-        return dataclasses.replace(
-            _coo_to_bags(spec, bags.keys, what), inverse=_arrow_to_numpy(others["inverse"], what, "inverse")
-        )
-    if not any(_is_arrow(column) for column in (bags.keys, *others.values())):
+        inverse = _arrow_to_numpy(bags.inverse, what, "inverse")
+        return dataclasses.replace(_coo_to_bags(spec, bags.keys, what), inverse=inverse)
+    if not any(map(_is_arrow, vars(bags).values())):
         return value
     if importlib.util.find_spec("pyarrow") is None:
-        bags = dataclasses.replace(bags, keys=_convert_without_pyarrow(bags.keys))
-        others = {name: _convert_without_pyarrow(column) for name, column in others.items()}
-    columns = {name: column for name, column in others.items() if name != "weights"}
-    keys, found = bags.keys, {name: _arrow_to_numpy(column, what, name) for name, column in columns.items()}
-    lengths = None
+        bags = Bags(**{name: _convert_without_pyarrow(column) for name, column in vars(bags).items()})
+    found = {name: _arrow_to_numpy(getattr(bags, name), what, name) for name in ("lengths", "offsets", "inverse")}
+    keys, weights, lengths = bags.keys, bags.weights, None
     if _is_arrow(keys):
         keys, lengths = unpack_arrow(_to_pyarrow(keys, what, "keys"), what, "keys")
         if lengths is not None and (found["lengths"] is not None or found["offsets"] is not None):
             raise ValueError(f"{what}: got a column of lists with lengths or offsets, wanted one of them.")
-    weights = others["weights"]
     if _is_arrow(weights):
         weights, of_weights = unpack_arrow(_to_pyarrow(weights, what, "weights"), what, "weights")
         if (of_weights is None) != (lengths is None) or (
@@ -224,10 +215,6 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
 
 
 # Coordinates ---------------------------------------------------------------------------------------------------------
-
-
-def _is_coo(value: Any) -> bool:
-    return isinstance(value, Coo) or _is_bcoo(value) or _is_sparse_tensor(value)
 
 
 def _is_bcoo(value: Any) -> bool:
@@ -296,11 +283,7 @@ def _coo_to_bags(spec: FeatureSpec, value: Any, what: str) -> Bags:
             f"[{indices.shape[0]}]."
         )
     keys = keys_lib.from_words(keys)
-    weights = None if value.weights is None else np.asarray(value.weights)
-    if weights is not None and weights.shape != keys.shape:
-        raise ValueError(
-            f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
-        )
+    weights = features_lib.weights_on_host(value.weights, keys.shape, what)
     columns = (indices if indices.ndim == 2 else indices[:, None]).T
     for axis, (name, line) in enumerate(zip(("bag", "column"), columns, strict=False)):
         outside = np.flatnonzero((line < 0) | (line >= shape[axis]))

@@ -490,11 +490,17 @@ def _with_more_bags(part: Part, num_samples: int) -> Part:
     return dataclasses.replace(part, words=words, weights=weights)
 
 
+def _read_integers(given: Any, what: str) -> Any:
+    """Reads integers as NumPy; only traced ones are left to the kernels, which clamp them."""
+    given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(f"{what}: got {given.dtype}{list(given.shape)}, wanted integers.")
+    return given
+
+
 def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
     """Reads the bag of each sample: int32 NumPy, checked; or traced, with `num_bags` for positions without a bag."""
-    given = bags.inverse if isinstance(bags.inverse, jax.core.Tracer) else np.asarray(bags.inverse)
-    if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(f"{what}: inverse: got {given.dtype}{list(given.shape)}, wanted integers.")
+    given = _read_integers(bags.inverse, f"{what}: inverse")
     if given.ndim != 1:
         raise ValueError(f"{what}: inverse: got shape {list(given.shape)}, wanted [num_samples].")
     if not isinstance(given, np.ndarray):
@@ -558,13 +564,25 @@ def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
     weights = given if isinstance(given, jax.Array) else np.asarray(given)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
-    if weights.shape != shape:
-        raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
+    _require_weights_shape(weights, shape, what)
     with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite, and is refused
         weights = weights.astype(jnp.float32)
     if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
         raise ValueError(f"{what}: weights: got infinite or NaN in float32, wanted finite numbers.")
     return weights
+
+
+def weights_on_host(given: Any, shape: tuple[int, ...], what: str) -> np.ndarray | None:
+    """Returns weights of keys as NumPy, in any dtype; None stays None."""
+    weights = None if given is None else np.asarray(given)
+    if weights is not None:
+        _require_weights_shape(weights, shape, what)
+    return weights
+
+
+def _require_weights_shape(weights: Any, shape: tuple[Any, ...], what: str) -> None:
+    if weights.shape != shape:
+        raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
 
 
 def read_offsets(bags: Bags, words: Any, what: str) -> Any:
@@ -576,11 +594,7 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
             f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys]."
         )
     name = "lengths" if bags.lengths is not None else "offsets"
-    given = bags.lengths if bags.lengths is not None else not_none(bags.offsets)
-    # Only traced offsets are left to the kernels, which clamp them.
-    given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
-    if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(f"{what}: {name}: got {given.dtype}{list(given.shape)}, wanted integers.")
+    given = _read_integers(getattr(bags, name), f"{what}: {name}")
     if given.ndim != 1 or (name == "offsets" and given.shape[0] == 0):
         wanted = "[num_bags]" if name == "lengths" else "[num_bags + 1]"
         raise ValueError(f"{what}: {name}: got shape {list(given.shape)}, wanted {wanted}.")

@@ -101,11 +101,7 @@ def read_bags(spec: FeatureSpec, value: Any, what: str) -> tuple[Bags, int]:
     bags = features_lib.bags_of(value)
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
     keys = keys_lib.from_words(words)
-    weights = None if bags.weights is None else np.asarray(bags.weights)
-    if weights is not None and weights.shape != keys.shape:
-        raise ValueError(
-            f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
-        )
+    weights = features_lib.weights_on_host(bags.weights, keys.shape, what)
     is_ragged = bags.lengths is not None or bags.offsets is not None
     offsets = features_lib.read_offsets(bags, words, what) if is_ragged else None
     num_bags = keys.shape[0] if offsets is None else offsets.shape[0] - 1
