@@ -1,7 +1,5 @@
 """Combines rows at hand into the embeddings of bags, and the transpose (law 4); a lookup combines by itself."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
@@ -10,6 +8,8 @@ from jaxsok import checks
 from jaxsok.features import FeatureLayout, make_rise
 from jaxsok.kernels import combine as kernels
 from jaxsok.types import COMBINERS, Combiner, Inverse
+
+_COMBINERS = tuple(name for name in COMBINERS if name)
 
 
 def combine(
@@ -84,7 +84,7 @@ def combine_clipped(
       [[1.5, 2.5]]
     """
     op = "combine_clipped"
-    _check_combiner(op, combiner)
+    checks.one_of(f"{op}: combiner", combiner, _COMBINERS)
     rows, weights = jnp.asarray(rows, jnp.float32), jnp.asarray(weights).astype(jnp.float32)
     if max_norm is not None:
         max_norm = checks.number(f"{op}: max_norm", max_norm, 0, wanted="a number from 0, or None")
@@ -100,16 +100,10 @@ def combine_clipped(
     return jnp.where(divisor == 0, 0.0, total / jnp.where(divisor == 0, 1.0, divisor))
 
 
-def _check_combiner(op: str, combiner: Any) -> None:
-    if combiner not in COMBINERS or combiner is None:
-        wanted = [name for name in COMBINERS if name]
-        raise ValueError(f"{op}: combiner: got {combiner!r}, wanted one of {wanted}.")
-
-
 def _bags(
     inverse: Inverse, offsets: Array, combiner: str, weights: Array | None, op: str
 ) -> tuple[FeatureLayout, kernels.Bags]:
-    _check_combiner(op, combiner)
+    checks.one_of(f"{op}: combiner", combiner, _COMBINERS)
     if offsets.ndim != 1 or offsets.shape[0] == 0:
         raise ValueError(f"{op}: offsets: got shape {list(offsets.shape)}, wanted [num_bags + 1].")
     if inverse.ndim != 1:

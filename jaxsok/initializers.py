@@ -122,16 +122,14 @@ def fan_in(
       Initializer(kind=1, a=-1.5, b=1.5)
     """
     checks.number("initializers.fan_in: scale", scale, 0, wanted="at least 0")
+    wanted = '"uniform", "normal" or "truncated_normal"'
+    checks.one_of("initializers.fan_in: distribution", distribution, ("uniform", "normal", "truncated_normal"), wanted)
     deviation = math.sqrt(scale)
     if distribution == "uniform":
         return _FanIn(1, -math.sqrt(3.0 * scale), math.sqrt(3.0 * scale))
     if distribution == "normal":
         return _FanIn(2, 0.0, deviation)
-    if distribution == "truncated_normal":
-        return _FanIn(3, 0.0, deviation / _DEVIATION_WITHIN_TWO)
-    raise ValueError(
-        f'initializers.fan_in: distribution: got {distribution!r}, wanted "uniform", "normal" or "truncated_normal".'
-    )
+    return _FanIn(3, 0.0, deviation / _DEVIATION_WITHIN_TWO)
 
 
 # The standard deviation of the standard normal distribution between -2 and 2.

@@ -47,8 +47,7 @@ class SaveOptions:
     piece_bytes: int = PIECE_BYTES  # what is copied from the device at a time; smaller where `host_bytes` requires it
 
     def check(self, op: str) -> None:
-        if self.compression not in files.COMPRESSIONS:
-            raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(files.COMPRESSIONS)}.")
+        checks.one_of(f"{op}: compression", self.compression, files.COMPRESSIONS)
         for name in ("host_bytes", "piece_bytes"):
             checks.integer(f"{op}: {name}", getattr(self, name), 1, wanted="a number of bytes")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema
 from jaxsok.collection import Collection
@@ -134,8 +135,7 @@ def check_forms(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the pieces of optimizer state to restore, by table; refuses another dim, or a form that is required."""
     op = source.op
-    if optimizer_state not in OPTIMIZER_STATES:
-        raise ValueError(f"{op}: optimizer_state: got {optimizer_state!r}, wanted one of {list(OPTIMIZER_STATES)}.")
+    checks.one_of(f"{op}: optimizer_state", optimizer_state, OPTIMIZER_STATES)
     taken: dict[str, tuple[str, ...]] = {}
     for name in names:
         s, number = locate(op, collection, name)
@@ -152,23 +152,15 @@ def check_forms(
                 'optimizer_state="initial" to restore the rows alone, or "matching" to restore the state of equal name '
                 "and dim."
             )
-        if optimizer_state == "require":
-            _check_globals(source, collection, name)
+        own = [(str(leaf.dtype), list(leaf.shape)) for leaf in map(np.asarray, spec.optimizer.init_globals(spec.dim))]
+        of_store = [(leaf["dtype"], leaf["shape"]) for leaf in source.store_of(name)[1]["globals"]]
+        if optimizer_state == "require" and of_store != own:  # tables of one store must have been saved with one
+            raise ValueError(
+                f'{op}: table "{name}": optimizer: got state of no row {of_store} in "{source.folder}", wanted {own}; '
+                'pass optimizer_state="initial" to start from the initial state.'
+            )
         is_taken = {state: optimizer_state != "initial" and saved.get(state) == dim for state, dim in declared.items()}
         taken[name] = tuple(state for state in declared if is_taken[state])
         if form.dtype != wanted.dtype:
             LOG.warning('%s: table "%s": rows of %s become %s, rounded to nearest.', op, name, form.dtype, wanted.dtype)
     return taken
-
-
-def _check_globals(source: Source, collection: Collection, name: str) -> None:
-    """Refuses global optimizer state of another form; tables of one store must have been saved with one."""
-    s, _ = locate(source.op, collection, name)
-    spec = collection.stores[s]
-    wanted = [(str(leaf.dtype), list(leaf.shape)) for leaf in map(np.asarray, spec.optimizer.init_globals(spec.dim))]
-    saved = [(leaf["dtype"], leaf["shape"]) for leaf in source.store_of(name)[1]["globals"]]
-    if saved != wanted:
-        raise ValueError(
-            f'{source.op}: table "{name}": optimizer: got state of no row {saved} in '
-            f'"{source.folder}", wanted {wanted}; pass optimizer_state="initial" to start from the initial state.'
-        )

@@ -21,6 +21,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import Form, PartialFiles, RecordChunks, RecordsIn
@@ -459,6 +460,5 @@ def _bytes_of(group: Any) -> tuple[int, int]:
 
 
 def _choose(op: str, format: str, parquet: Any, arrow: Any) -> Any:
-    if format not in ("parquet", "arrow"):
-        raise ValueError(f'{op}: format: got {format!r}, wanted "parquet" or "arrow".')
+    checks.one_of(f"{op}: format", format, ("parquet", "arrow"), '"parquet" or "arrow"')
     return parquet if format == "parquet" else arrow

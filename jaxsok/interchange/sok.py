@@ -79,10 +79,8 @@ def write_sok(
     """
     op, spelled = "write_sok", _spell("write_sok", table)
     slots, scale = _slots_of(op, optimizer, learning_rate)
-    if key_dtype not in KEY_DTYPES:
-        raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(KEY_DTYPES)}.")
-    if dtype is not None and dtype not in ROW_DTYPES:
-        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(ROW_DTYPES)}.")
+    checks.one_of(f"{op}: key_dtype", key_dtype, KEY_DTYPES)
+    checks.one_of(f"{op}: dtype", dtype, (None, *ROW_DTYPES), f"None or one of {list(ROW_DTYPES)}")
     form, chunks = files.check_records(op, records)
     missing = [name for name in slots if name not in dict(form.states)]
     if missing and form is not files.EMPTY:
