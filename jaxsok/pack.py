@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import adapters, checks
+from jaxsok import adapters, checks, settings
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import split as split_lib
@@ -321,7 +321,7 @@ class HostPacker(abc.ABC):
     def _read(self, raw: Mapping[str, Any]) -> _Given | None:
         """Returns the arrays of a batch's features, store by store; None where NumPy has to read them."""
         is_batch = self._features and isinstance(raw, Mapping)
-        if not is_batch or not kernel.is_available() or _is_tracing():
+        if not is_batch or not kernel.is_available() or settings.mesh_of_thread() is None:
             return None
         given = _Given([], [], [], [])
         for store in self._of_store:
@@ -646,14 +646,6 @@ def _keep(kept: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 
 
 # Descriptions of features ---------------------------------------------------------------------------------------------
-
-
-def _is_tracing() -> bool:
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:  # JAX's way to say so
-        return True
-    return False
 
 
 def _with_arrays(value: Any) -> Any:

@@ -31,11 +31,18 @@ def modes_of_flax() -> list[Any]:
     return [mode for mode in modes if mode is not None]
 
 
+def mesh_of_thread() -> Any:
+    """Returns the mesh of `jax.set_mesh`; None: a trace is under way."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # JAX's way to say so
+        return None
+
+
 def current_settings() -> tuple | None:
     """Returns this thread's settings; None: a trace is under way."""
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # JAX's way to say that a trace is under way
+    mesh = mesh_of_thread()
+    if mesh is None:
         return None
     return (mesh, *(setting.value for setting in _SETTINGS), *(mode.current_value() for mode in modes_of_flax()))
 

@@ -88,7 +88,10 @@ class ArraySource(_Source):
     def __init__(self, columns: Mapping[str, Any], *, block_samples: int = BLOCK_SAMPLES):
         checks.integer("ArraySource: block_samples", block_samples, 1)
         self.columns = {name: _with_offsets(name, column) for name, column in columns.items()}
-        counts = {name: _num_samples(column) for name, column in self.columns.items()}
+        counts = {
+            name: len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
+            for name, column in self.columns.items()
+        }
         if len(set(counts.values())) != 1:
             raise ValueError(f"ArraySource: columns: got {counts} samples, wanted columns of one length.")
         (num_samples,) = set(counts.values())
@@ -355,10 +358,6 @@ def _from_mapped(array: Any) -> Any:
     if not isinstance(array, _Mapped):
         return array
     return np.memmap(array.path, array.dtype, "r", array.offset, array.shape, array.order)
-
-
-def _num_samples(column: Any) -> int:
-    return len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
 
 
 def _pick_columns(columns: Columns, positions: slice | np.ndarray) -> Columns:

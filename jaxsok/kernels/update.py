@@ -70,14 +70,8 @@ class Step:
 
     def attributes(self) -> dict[str, Any]:
         """Returns the attributes."""
-        return {
-            "num_tiles": self.num_tiles,
-            "optimizer": self.row_step.optimizer,
-            "row_gradient": self.row_step.row_gradient,
-            "rounding": self.row_step.rounding,
-            "program": self.row_step.program,
-            "num_registers": self.row_step.num_registers,
-        }
+        of_row = {name: value for name, value in vars(self.row_step).items() if name != "hyper"}
+        return of_row | {"num_tiles": self.num_tiles}
 
 
 _STEPPED = {"reads": ("counters", "records"), "changes": ("rows", "states")}
