@@ -112,11 +112,3 @@ def release_rows(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreSt
     last_use = jnp.where(is_gone, jnp.uint32(0), tier.last_use)
     tier = dataclasses.replace(tier, places=tuple(places), owners=owners, last_use=last_use)
     return dataclasses.replace(store, tier=(tier,))
-
-
-def flush_cache(store: StoreState) -> StoreState:
-    """Writes the rows of the cache to host memory too, so that host slabs have all that is not fresh."""
-    if not store.tier:
-        return store
-    tier, host = kernels.flush(store.tier[0], store.rows)
-    return dataclasses.replace(store, rows=host, tier=(tier,))

@@ -1,4 +1,4 @@
-"""Doors of the tier noun: bring, bring_ahead, give_back, flush. Rows lie in host memory, some also in a cache."""
+"""Doors of the tier noun: bring, bring_ahead, give_back. Rows lie in host memory, some also in a cache."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -257,8 +257,3 @@ def give_back(
         begin += slab.shape[0]
     counters = tier.counters.at[TIER_COUNTERS.index("ticket")].set(0)  # what was read ahead may be of these rows
     return dataclasses.replace(tier, places=tuple(places), counters=counters), host
-
-
-def flush(tier: Tier, host: Sequence[HostSlab]) -> tuple[Tier, tuple[HostSlab, ...]]:
-    """Writes the rows of the cache to host memory too; host slabs are donated."""
-    return tier, _write_all_slots(host, tier.rows, tier.states, tier.owners)

@@ -210,8 +210,9 @@ def _tier_bring_ahead(s, x, num_slots, is_number):
 
 
 def _tier_flush(s, x, is_number):
-    moved, host = tier.flush(s.tier[0], s.rows)
-    return {"host": _numbers_of(host, is_number)}, _with_tier(s, moved, host, is_number)
+    (cache,) = s.tier
+    host = tier._write_all_slots(s.rows, cache.rows, cache.states, cache.owners)
+    return {"host": _numbers_of(host, is_number)}, _with_tier(s, cache, host, is_number)
 
 
 def _with_tier(s, moved, host, is_number):
