@@ -61,7 +61,7 @@ def test_batches_are_those_of_the_collection(num_devices, pad_to, is_narrow):
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_pack_for_a_training_that_resumes(num_devices):
-    """A training fed by two workers, stopped and resumed, gives the tables of an uninterrupted one."""
+    """A training fed by two workers, stopped at an epoch's end and resumed, gives the tables of an uninterrupted one."""
 
     def train(iterator, state, num_steps):
         pipeline = collection.pipeline(iterator)
@@ -75,8 +75,9 @@ def test_workers_pack_for_a_training_that_resumes(num_devices):
     collection = collection_of(num_devices)
     batches = data.Batches(source_of(), BATCH_SIZE, seed=5).repeat(2)
     want, _ = train(data.iterate(batches), collection.init(seed=0), 12)
+    steps_of_epoch = NUM_SAMPLES // BATCH_SIZE
     packed = batches.map(data.PackBatch(collection))
-    state, stopped = train(data.iterate(packed, num_workers=2), collection.init(seed=0), 5)
+    state, stopped = train(data.iterate(packed, num_workers=2), collection.init(seed=0), steps_of_epoch)
     again = data.iterate(packed, num_workers=2)
     again.set_state(stopped)
     state, _ = train(again, state, 12)

@@ -1,6 +1,7 @@
 """Several processes: the tables of a single process, refusals in all of them, and an end when a process dies."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import signal
@@ -25,8 +26,8 @@ END_S = 60  # the limit for a process to end after another has died
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="processes share CPUs, not a GPU")
 
 
-def start(job, folder, num_processes, num_devices):
-    """Starts processes with `num_devices` devices each."""
+def start(jobs, folder, num_processes, num_devices):
+    """Starts processes with `num_devices` devices each, which run the jobs; several jobs get a folder each."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         "JAX_PLATFORMS": "cpu",
@@ -41,7 +42,7 @@ def start(job, folder, num_processes, num_devices):
         with (folder / f"{number}.err").open("wb") as errors:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(WORKER), job, str(folder)],
+                    [sys.executable, str(WORKER), jobs, str(folder)],
                     env={**environment, "PROCESS_ID": str(number)},
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
@@ -57,15 +58,27 @@ def results_of(job, folder, num_processes, num_devices, timeout_s=180):
     return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """Returns each job's results from two processes with two devices each, which start only once."""
-    jobs, folder = ("train", "operations", "evict"), tmp_path_factory.mktemp("together")
+def results_of_jobs(jobs, folder, num_devices, timeout_s):
+    """Returns each job's results from two processes, which start only once."""
     for job in jobs:
         (folder / job).mkdir()
-    codes = wait_for_end(start(",".join(jobs), folder, 2, 2), folder, timeout_s=180)
+    codes = wait_for_end(start(",".join(jobs), folder, 2, num_devices), folder, timeout_s=timeout_s)
     assert codes == [0, 0], [(folder / f"{n}.err").read_text()[-1500:] for n in range(2)]
     return {job: [dict(np.load(folder / job / f"{number}.npz")) for number in range(2)] for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Returns the results of jobs of two processes with two devices each."""
+    jobs = ("train", "operations", "evict", "host memory")
+    return results_of_jobs(jobs, tmp_path_factory.mktemp("together"), 2, timeout_s=240)
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory):
+    """Returns the errors of two processes with one device each; those of checkpoints only where Orbax is installed."""
+    jobs = ("refusals", "errors") if importlib.util.find_spec("orbax") else ("refusals",)
+    return results_of_jobs(jobs, tmp_path_factory.mktemp("raised"), 1, timeout_s=400)
 
 
 @functools.cache
@@ -206,10 +219,9 @@ def test_eviction_in_several_processes(together):
         np.testing.assert_array_equal(worker["gone"], gone.num_evicted)
 
 
-def test_refusals_in_all_processes(tmp_path):
+def test_refusals_in_all_processes(raised):
     """Different specs are named in every process at the start; then all processes continue with equal specs."""
-    results = results_of("refusals", tmp_path, 2, 1)
-    for result in results:
+    for result in raised["refusals"]:
         messages = {name: str(message) for name, message in result.items()}
         assert messages.pop("same") == "nothing raised"
         ragged = messages.pop("ragged")
@@ -249,10 +261,10 @@ ERRORS = {
 }
 
 
-def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
+def test_an_error_of_one_process_ends_a_call_in_all(raised):
     """After full disks, damaged files or missing files, all processes raise within seconds and continue in step."""
     pytest.importorskip("orbax.checkpoint")
-    results = results_of("errors", tmp_path, 2, 1, timeout_s=400)
+    results = raised["errors"]
     for name, (process, message) in ERRORS.items():
         own, other = (results[number].pop(name) for number in (process, 1 - process))
         assert own[0].startswith(message), (name, own)
@@ -264,9 +276,9 @@ def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
         assert not result
 
 
-def test_host_memory_of_processes_on_one_host(tmp_path):
+def test_host_memory_of_processes_on_one_host(together):
     """The sum of all requests is compared with the memory; a failure in one process reaches all and changes nothing."""
-    results = results_of("host memory", tmp_path, 2, 2)
+    results = together["host memory"]
     asked = int(results[0]["asked"][0])
     short = f"MemoryError: {{}}: capacity: got {asked // 2} bytes of host memory for a device "
     limit = f"(MemAvailable: {2 * asked - 1} bytes for 4 devices)"
