@@ -6,6 +6,7 @@ argument is differentiated or mapped over, however deep below `jit`, `scan` or `
 same. Each array passes alone, so that a program does not take those that it does not read.
 """
 
+import functools
 import re
 import warnings
 from typing import Any
@@ -17,7 +18,7 @@ def refuse_transforms(op: str, **arguments: Any) -> tuple[Any, ...]:
     """Returns arguments unchanged; differentiating by them or mapping over them raises TypeError when traced."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         return tuple(arguments.values())
-    return tuple(_guard(op, name, tree) for name, tree in arguments.items())
+    return tuple(jax.tree.map(functools.partial(_pass, op, name), tree) for name, tree in arguments.items())
 
 
 def expect_the_end_of(tree: Any, num_shards: int) -> None:
@@ -33,7 +34,14 @@ def expect_the_end_of(tree: Any, num_shards: int) -> None:
     warnings.filterwarnings("ignore", message, UserWarning)
 
 
-def _guard(op: str, name: str, tree: Any) -> Any:
+def _pass(op: str, name: str, leaf: Any) -> Any:
+    return _guard(op, name)(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
+
+
+@functools.cache
+def _guard(op: str, name: str) -> Any:
+    """Returns an identity that JAX traces once for arrays of a type and shape, and that leaves no call in a program."""
+
     @jax.custom_batching.custom_vmap
     def guard_map(leaf: Any) -> Any:
         return leaf
@@ -58,4 +66,4 @@ def _guard(op: str, name: str, tree: Any) -> Any:
             "Differentiate the loss by the embeddings that lookup gave, and pass the result to update."
         )
 
-    return jax.tree.map(constant, tree)
+    return jax.jit(constant, inline=True)

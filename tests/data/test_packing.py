@@ -61,7 +61,7 @@ def test_batches_are_those_of_the_collection(num_devices, pad_to, is_narrow):
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_pack_for_a_training_that_resumes(num_devices):
-    """A training fed by two workers, stopped at an epoch's end and resumed, gives the tables of an uninterrupted one."""
+    """A training fed by two workers, resumed after an epoch, gives the tables of an uninterrupted one."""
 
     def train(iterator, state, num_steps):
         pipeline = collection.pipeline(iterator)
