@@ -178,7 +178,7 @@ def counts(stats, table="user"):
 
 def total(stats, name):
     """Returns one field of the statistics, summed over tables or stores."""
-    return int(np.sum(np.asarray(getattr(stats, name))))
+    return int(np.sum(getattr(jax.device_get(stats), name)))
 
 
 def state_leaves(state):

@@ -100,7 +100,7 @@ def run_loop(collection, raws, *, grows=True, **options):
     for batch, plan in collection.pipeline(raws, **options):
         state = collection.grow(state, batch) if grows else state
         state, embeddings, stats = step_of(collection)(state, plan)
-        results.append((jax.device_get(embeddings), stats))
+        results.append(jax.device_get((embeddings, stats)))
     return state, results
 
 
