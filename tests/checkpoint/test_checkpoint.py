@@ -770,7 +770,7 @@ def test_a_resumed_run_evicts_at_the_steps_of_one_that_went_on(num_shards, tmp_p
     whole, num_steps = made(), 20 + 65 * num_shards
     state, evictions, keys, saved = whole.init(seed=0), [], [], {}
     for number in range(num_steps):
-        if number > num_steps - 40 and number % 3 == 0:
+        if number > num_steps - 40 and number % (3 * num_shards) == 0:
             checkpoint.export_full(tmp_path / str(number), whole, state)
             saved[number] = whole.growth.looks_to_save(0)
         state = step(whole, state, number)
