@@ -149,6 +149,25 @@ def test_memory_of_rows_that_the_device_reads(trained, monkeypatch):
         serve(trained, **UVM)
 
 
+@pytest.mark.parametrize("tier", [UVM, {}], ids=["uvm", "device"])
+def test_an_update_in_place_needs_room_for_its_rows_on_the_host(trained, monkeypatch, tier):
+    """It holds them twice there, as they were and as they will be; where there is no room, nothing changes."""
+    before = trained.frozen_content()
+    trained.set("user", rows_of([3, 15, 16], 4, version=1))
+    delta = trained.delta(trained.path + "-delta", trained.path)
+    after, held = trained.frozen_content(), 2 * 3 * 4 * 4
+    with serve(trained, **tier) as session:
+        available_bytes = host_limits.available_bytes
+        monkeypatch.setattr(host_limits, "available_bytes", lambda: held - 1)
+        message = rf"update: .* memory: got {held - 1} bytes free on the host, wanted {held} for the changed rows"
+        with pytest.raises(ServingError, match=message):
+            session.update(delta, in_place=True)
+        check(session, before)
+        monkeypatch.setattr(host_limits, "available_bytes", available_bytes)
+        session.update(delta, in_place=True)
+        check(session, after)
+
+
 def test_programs_over_host_memory_are_compiled_once(trained, tmp_path, monkeypatch):
     """A lookup calls the program that was compiled for it, also after updates in place, as with memory of a GPU."""
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

@@ -151,6 +151,11 @@ class StorePlan:
         return 2 * min(PIECE_BYTES, most)  # padded to a power of two
 
     @property
+    def changed_bytes(self) -> int:
+        """The bytes of the rows that it brings."""
+        return sum(len(change.keys) * change.table.row_bytes for change in self.changes)
+
+    @property
     def index_bytes(self) -> int:
         return 64 * self.row_map.num_buckets
 

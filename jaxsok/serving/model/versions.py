@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, Self
 import jax
 import numpy as np
 
+from jaxsok import host_limits
 from jaxsok.serving import backing, folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, require_table
@@ -356,7 +357,17 @@ class Versions(AnyVersions):
         within += max((plan.piece_bytes for _, plan in pairs), default=0)
         why = f"an index and a piece of rows to update in place, or {copy_bytes} for a copy of what changes"
         self._memory.require("update", self.name, free, within, why)
+        self._require_host_room(sum(plan.changed_bytes for _, plan in pairs))
         return plans, True
+
+    def _require_host_room(self, changed_bytes: int) -> None:
+        """Refuses an update in place if the host cannot hold its rows as they were and as they will be."""
+        free, needed = host_limits.available_bytes(), 2 * changed_bytes
+        if free is not None and needed > free:
+            raise ServingError(
+                f'update: model "{self.name}": memory: got {free} bytes free on the host, wanted {needed} for the '
+                "changed rows, as they were and as they will be; bring the changes in several deltas."
+            )
 
     def _plans_of(self, part: Part, changes: Sequence[Change], is_roomy: bool) -> list[StorePlan]:
         spec, of_store = part.tables.spec, dict[int, list[Change]]()
