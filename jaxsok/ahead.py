@@ -22,7 +22,8 @@ import numpy as np
 
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
-from jaxsok.grow import LOOK_EVERY, free_bytes, next_capacity
+from jaxsok.enlarge import free_bytes, next_capacity
+from jaxsok.grow import LOOK_EVERY
 from jaxsok.host_limits import share_of_device
 from jaxsok.operations import Declared
 from jaxsok.settings import current_settings, in_settings

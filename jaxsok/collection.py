@@ -15,6 +15,7 @@ from jaxsok import (
     annotations,
     checks,
     declaration,
+    enlarge,
     guards,
     lives,
     operations,
@@ -36,6 +37,7 @@ from jaxsok import plan as plan_lib
 from jaxsok import specs as specs_lib
 from jaxsok.caches import CacheStats
 from jaxsok.features import Batch, Features
+from jaxsok.growth import GrowthTracker
 from jaxsok.host_slabs import commit_to_device, with_host_slabs
 from jaxsok.kernels import library
 from jaxsok.keys import to_words
@@ -117,7 +119,7 @@ class Collection:
         self.fingerprint: str = specs_lib.fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
-        self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
+        self.growth = GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
         self.packer: pack_lib.Packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
         self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
@@ -165,10 +167,10 @@ class Collection:
                     *features,
                 ],
             )
-        free, host_share = grow_lib.agree_on_room(self.stores, shards)
+        free, host_share = enlarge.agree_on_room(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
-        grow_lib.require_memory(asked, "init", free, host_share, is_new=True)
-        grow_lib.warn_of_max_capacity(self.stores, host_share)
+        enlarge.require_memory(asked, "init", free, host_share, is_new=True)
+        enlarge.warn_of_max_capacity(self.stores, host_share)
         # The first words name the state's life in exports, which others read, so the salts come from other words.
         drawn = processes.draw_words(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)

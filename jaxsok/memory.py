@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok.checks import not_none
+from jaxsok.enlarge import next_capacity
 from jaxsok.exchange import default_send_capacity
 from jaxsok.features import StoreFeatures
-from jaxsok.grow import keys_at_most, next_capacity
+from jaxsok.growth import keys_at_most
 from jaxsok.kernels import library
 from jaxsok.pipeline import PLANS_AHEAD
 from jaxsok.planner import REQUEST_BYTES, check_declarations, keys_of

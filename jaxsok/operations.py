@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from jaxsok import checks, coming, grow, guards, policies, tickets
+from jaxsok import checks, coming, guards, policies, tickets
 from jaxsok import evict as evict_lib
 from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
@@ -24,6 +24,7 @@ from jaxsok import table as table_lib
 from jaxsok.caches import CacheStats
 from jaxsok.checks import not_none
 from jaxsok.features import Batch, Features
+from jaxsok.growth import GrowthTracker, keys_at_most, keys_of_total
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableSpec
@@ -50,7 +51,7 @@ class Declared(Protocol):
     tables: tuple[TableSpec, ...]
     stores: tuple[StoreSpec, ...]
     fingerprint: str
-    growth: grow.GrowthTracker
+    growth: GrowthTracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +206,12 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
             check_features("grow", collection, features)
             num_stacked = coming.num_stacked(features)
             keys = [
-                max(1, num_stacked) * grow.keys_at_most(spec, coming.num_keys_of(features, s))
+                max(1, num_stacked) * keys_at_most(spec, coming.num_keys_of(features, s))
                 for s, spec in enumerate(collection.stores)
             ]
             counted.append(features)
         elif checks.is_integer(features, 0):
-            keys = [grow.keys_of_total(spec, int(features)) for spec in collection.stores]
+            keys = [keys_of_total(spec, int(features)) for spec in collection.stores]
         else:
             got = repr(given) if isinstance(given, (int, float)) else type(given).__name__
             raise TypeError(

@@ -26,7 +26,7 @@ from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
-from jaxsok.grow import GrowthTracker
+from jaxsok.growth import GrowthTracker
 from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
 from jaxsok.settings import current_settings, in_settings

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxsok import grow as grow_lib
+from jaxsok import enlarge
 from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
@@ -170,7 +170,7 @@ class RecordWriter:
             self.is_settled = self.is_settled or not self._has_refused()
             if self.is_settled:
                 return
-            self.held.state = grow_lib.resalt_index(self.specs, self.held.state, self.s, self.shards)
+            self.held.state = enlarge.resalt_index(self.specs, self.held.state, self.s, self.shards)
             self.write(self._pieces)
         self.is_settled = True
         if self._has_refused():
@@ -270,10 +270,10 @@ class _Import:
                 )
         expected = self._expected_rows()
         if max(needed, expected) > self.capacity:
-            room = grow_lib.agree_on_room([self.spec], self.shards)
-            capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, *room)
+            room = enlarge.agree_on_room([self.spec], self.shards)
+            capacity = enlarge.next_capacity(self.spec, self.capacity, needed, *room)
             sizes, writer = {self.writer.s: expected if expected >= needed else capacity}, self.writer
-            writer.held.state = grow_lib.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
+            writer.held.state = enlarge.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
         self.in_use = self.in_use + asked
 
 

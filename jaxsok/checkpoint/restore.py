@@ -13,8 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import grow as grow_lib
-from jaxsok import processes
+from jaxsok import enlarge, grow, processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import non_row_state
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
@@ -302,10 +301,10 @@ def with_room(
         with_step = max(needed, min(limit, needed + _keys_of_step(collection, s, needed)))
         if is_new and with_step > capacity:
             roomy[s] = with_step
-    room = grow_lib.agree_on_room([collection.stores[s] for s in roomy], collection.shards)
-    if grow_lib.fits(grow_lib.rows_to_add(collection.stores, state, capacities | roomy), *room):
+    room = enlarge.agree_on_room([collection.stores[s] for s in roomy], collection.shards)
+    if enlarge.fits(enlarge.rows_to_add(collection.stores, state, capacities | roomy), *room):
         capacities |= roomy
-    return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
+    return enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
@@ -314,7 +313,7 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
         return keys
     names = {table.name for table in collection.stores[s].tables}
     declared = sum(feature.max_keys or 0 for feature in collection.features if feature.table in names)
-    return max(LEAST_ROOM, declared, num_rows // grow_lib.SLACK_SHARE)
+    return max(LEAST_ROOM, declared, num_rows // grow.SLACK_SHARE)
 
 
 def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:

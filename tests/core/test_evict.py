@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import evict, grow, policies
+from jaxsok import enlarge, evict, grow, policies
 from jaxsok.operations import specs_of
 from jaxsok.policies import LeastFrequentlyUsed, LeastRecentlyUsed, LowestScore, SmallNorm, TimeToLive
 from jaxsok.types import COUNTERS
@@ -907,7 +907,7 @@ def test_late_decisions_do_not_depend_on_what_has_arrived(monkeypatch):
     """The counters are there, or are not: the same rows leave at the same calls."""
     found = []
     for is_ready in (True, False):
-        monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards, is_ready=is_ready: is_ready)
+        monkeypatch.setattr(grow, "is_at_rest", lambda state, shards, is_ready=is_ready: is_ready)
         collection = late_collection()
         state, history = collection.init(seed=0), []
         for step in range(110):
@@ -956,7 +956,7 @@ def test_no_memory_for_another_table_leaves_a_full_store_as_it_is(monkeypatch):
     before = set(programs.rows_of(collection, state, "item"))
     keys = {"item": late_keys(48), "user": 10**6 + np.arange(100)}
     crowded = collection.batch({**keys, "user": jaxsok.Bags(10**6 + np.arange(5000), lengths=np.full(100, 50))})
-    monkeypatch.setattr(grow, "free_bytes", lambda: 10)
+    monkeypatch.setattr(enlarge, "free_bytes", lambda: 10)
     for _ in range(2):
         with pytest.raises(MemoryError, match="user"):
             collection.grow(state, crowded, hand_over=lambda *arguments: handed.append(arguments))
@@ -971,7 +971,7 @@ def test_no_memory_for_another_table_leaves_a_full_store_as_it_is(monkeypatch):
 
 def test_waiting_keys_of_a_large_full_store_are_bounded(monkeypatch):
     """An eviction tells nothing of the keys that wait: their bound goes on from the last time they were counted."""
-    monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
+    monkeypatch.setattr(grow, "is_at_rest", lambda state, shards: False)
     spec = {"capacity": 2400, "max_capacity": 2400, "eviction": LeastRecentlyUsed()}
     collection = programs.one_table(**spec, admission=policies.AdmitByCount(2))
     state = collection.init(seed=0)

@@ -10,7 +10,7 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok import checkpoint, grow
+from jaxsok import checkpoint, enlarge, grow, growth
 
 DIM = 4
 
@@ -250,7 +250,7 @@ def test_rows_in_use_are_at_most_those_seen_and_those_that_steps_could_insert():
     tracker.allowed[0] = 10
     asked = list(tracker.allowed)
     tracker.allowed[0] += 4
-    tracker.learn(grow._Seen([3], [0], [2], [0]), asked)
+    tracker.learn(growth.Seen([3], [0], [2], [0]), asked)
     assert (tracker.bound(0), tracker.sightings_bound(0)) == (7, 6)
 
 
@@ -444,7 +444,7 @@ def test_batches_of_a_scan_stacked(num_shards):
 
 def test_a_small_table_of_large_batches_does_not_wait_for_ever(monkeypatch):
     """Its keys soon have rows; then no step is waited for, though positions exceed its rows, and none is at rest."""
-    monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
+    monkeypatch.setattr(grow, "is_at_rest", lambda state, shards: False)
     collection = programs.one_table(capacity=16)
     state, waits = collection.init(seed=0), []
     for step in range(40):
@@ -558,7 +558,7 @@ def test_a_fresh_table_begins_with_room_for_many_batches(monkeypatch):
     collection = programs.one_table(capacity=64)
     of_row = collection.memory_estimate().stores[0].row_bytes
     for more, capacity in ((4032, 4096), (4031, 2048), (0, 128)):  # a batch must always fit
-        monkeypatch.setattr(grow, "free_bytes", lambda more=more: 16 * max(more, 20) * of_row)
+        monkeypatch.setattr(enlarge, "free_bytes", lambda more=more: 16 * max(more, 20) * of_row)
         assert first_capacity(collection) == capacity
     monkeypatch.undo()
     by_chance = jaxsok.policies.AdmitByProbability(0.1)  # most counted keys get no row

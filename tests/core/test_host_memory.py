@@ -13,7 +13,17 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxsok
-from jaxsok import REPLICATED, FeatureSpec, HostMemory, TableSpec, grow, host_limits, host_slabs, memory_estimate, on
+from jaxsok import (
+    REPLICATED,
+    FeatureSpec,
+    HostMemory,
+    TableSpec,
+    enlarge,
+    host_limits,
+    host_slabs,
+    memory_estimate,
+    on,
+)
 from jaxsok.host_limits import HostLimit
 from jaxsok.kernels.host_memory import HostBytes
 from jaxsok.specs import describe, group_into_stores
@@ -149,7 +159,7 @@ def test_the_estimate_is_what_each_device_allocates(num_shards):
     collection = programs.over(num_shards, tables, FEATURES)
     state = collection.init(seed=0)
     larger = {s: 500 for s in range(3)}
-    grown = grow.grow_to("grow", collection.stores, collection.init(seed=0), larger, collection.shards)
+    grown = enlarge.grow_to("grow", collection.stores, collection.init(seed=0), larger, collection.shards)
     estimates = [memory_estimate(tables, num_shards=num_shards), *map(collection.memory_estimate, (None, state, grown))]
     assert estimates[0] == estimates[1] == estimates[2]
     for estimate, made in zip(estimates[2:], (state, grown), strict=True):
@@ -221,12 +231,12 @@ def test_host_memory_that_there_is_not(monkeypatch):
     with pytest.raises(MemoryError, match=re.escape(f"init: capacity: {text}")):
         collection.init(seed=0)
     with pytest.raises(MemoryError, match=re.escape(f"grow: capacity: {text}")):
-        grow.grow_to("grow", collection.stores, state, {0: 2000}, collection.shards)
+        enlarge.grow_to("grow", collection.stores, state, {0: 2000}, collection.shards)
     assert state.stores[0].capacity == 1000 and not state.stores[0].index.is_deleted()
     # Twice the size does not fit, a quarter more does.
-    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, limit) == 1250
+    assert enlarge.next_capacity(collection.stores[0], 1000, 1001, None, limit) == 1250
     enough = dataclasses.replace(limit, num_bytes=80_000)
-    assert grow.next_capacity(collection.stores[0], 1000, 1001, None, enough) == 2000
+    assert enlarge.next_capacity(collection.stores[0], 1000, 1001, None, enough) == 2000
 
 
 def test_all_devices_of_a_mesh_share_the_host(monkeypatch):
@@ -260,7 +270,7 @@ def test_device_memory_that_there_is_not(monkeypatch):
     collection = jaxsok.Collection([table(memory=8, capacity=10)], FEATURES)
     needed = collection.memory_estimate().stores[0].state["cache"] + 52 * 10
     for free, is_enough in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(grow, "agree_on_free_bytes", lambda shards, free=free: free)
+        monkeypatch.setattr(enlarge, "agree_on_free_bytes", lambda shards, free=free: free)
         if is_enough:
             collection.init(seed=0)
         else:
@@ -299,7 +309,7 @@ def test_slabs_keep_their_memory(pinned, num_shards):
     state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
     for number in range(4):
         if number == 2:
-            state = grow.grow_to("grow", collection.stores, state, {0: 100}, collection.shards)
+            state = enlarge.grow_to("grow", collection.stores, state, {0: 100}, collection.shards)
         state, _, stats = step(state, programs.batch(collection, user=np.arange(16) + 8 * number))
         stats.check()
         assert types_of(state.stores[0]) == ["uint8<host>"] * (1 + number // 2)

@@ -369,7 +369,7 @@ def filled_stores(collection, num_keys):
 
 
 FAILING = {
-    "memory of a slab": ("grow", "jaxsok.grow.new_slab"),
+    "memory of a slab": ("grow", "jaxsok.enlarge.new_slab"),
     "index": ("grow", "jaxsok.kernels.table.rebuild"),
     "waiting keys": ("grow", "jaxsok.kernels.table.wait"),
     "hand over": ("grow", None),

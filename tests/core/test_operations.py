@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok import grow, plan, table_export
+from jaxsok import enlarge, plan, table_export
 from jaxsok.kernels import plan as plan_door
 from jaxsok.operations import specs_of
 from jaxsok.types import COUNTERS
@@ -480,7 +480,7 @@ def test_memory_that_there_is_not(monkeypatch):
     """The error is raised before any change: the given state is intact."""
     collection = collection_of(capacity=16)
     state = collection.init(seed=0)
-    monkeypatch.setattr(grow, "agree_on_free_bytes", lambda shards: 1000)
+    monkeypatch.setattr(enlarge, "agree_on_free_bytes", lambda shards: 1000)
     records = random_records(np.random.default_rng(0), range(100))
     with pytest.raises(MemoryError, match="import_table: capacity: got"):
         collection.import_table(state, "a", records)

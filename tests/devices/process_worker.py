@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import grow
+from jaxsok import enlarge
 from jaxsok.types import COUNTERS
 
 NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
@@ -216,7 +216,7 @@ def do_job(job, number, num_processes, folder):
         num_rows=[num_rows[table.name] for table in TABLES],
         salts=salts_of(state),
         **local_tables(collection, state),
-        salts_after_rebuild=salts_of(grow.resalt_index(collection.stores, state, 0, collection.shards)),
+        salts_after_rebuild=salts_of(enlarge.resalt_index(collection.stores, state, 0, collection.shards)),
     )
 
 
@@ -424,7 +424,7 @@ def host_memory(mesh, number, num_processes, folder):
         limit = host_limits.HostLimit("MemAvailable", num_bytes - number, owner)
         return mock.patch.object(host_limits, "limits", lambda: [limit])
 
-    grow.free_bytes = lambda: None  # a CPU device's memory is the host's too
+    enlarge.free_bytes = lambda: None  # a CPU device's memory is the host's too
 
     def pinning(process):
         """Simulates memory that the driver does not pin in one process."""
@@ -439,7 +439,7 @@ def host_memory(mesh, number, num_processes, folder):
 
     def grown(state):
         larger = {0: 2 * state.stores[0].capacity // collection.stores[0].num_shards}
-        return grow.grow_to("grow", collection.stores, state, larger, collection.shards)
+        return enlarge.grow_to("grow", collection.stores, state, larger, collection.shards)
 
     for name, num_bytes, owner in (
         ("both fit", 2 * asked + 1, "host"),

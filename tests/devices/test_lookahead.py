@@ -173,7 +173,7 @@ def test_a_large_store_evicts_at_the_same_steps(num_shards, monkeypatch):
     assert plain.growth.looks[0] and pipelined.growth.looks[0]  # the rule was used
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
-    monkeypatch.setattr(grow, "_is_at_rest", lambda state, shards: False)
+    monkeypatch.setattr(grow, "is_at_rest", lambda state, shards: False)
     got, ahead = run_loop(busy, raws, lookahead=1)
     assert_same_results(results, ahead)
     programs.assert_same_state(want, got, index=False)
@@ -390,7 +390,7 @@ def test_a_table_that_cannot_grow_says_so_at_its_own_step(monkeypatch):
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(3)]
     handed_out = iter(collection.pipeline(raws, lookahead=1))
     (batch, plan), state = next(handed_out), collection.init(seed=3)
-    monkeypatch.setattr("jaxsok.grow.free_bytes", lambda: 0)
+    monkeypatch.setattr("jaxsok.enlarge.free_bytes", lambda: 0)
     state, _, stats = step_of(collection)(collection.grow(state, batch), plan)
     stats.check()
     with pytest.raises(MemoryError, match="grow"):

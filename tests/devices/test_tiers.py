@@ -12,7 +12,7 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok import checkpoint, grow, policies, tiers
+from jaxsok import checkpoint, growth, policies, tiers
 from jaxsok.kernels import tier as tier_kernels
 from jaxsok.records import Records
 from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
@@ -133,7 +133,7 @@ def run_loop(collection, raws, between=lambda number, state: state, state=None, 
     """Runs a loop from the given state or from the beginning; returns its state and the results of each step."""
     if state is None:
         # Counts learned from batches of other tests must not decide when it grows.
-        collection.growth = grow.GrowthTracker.of(collection.stores, collection.tables, collection.shards)
+        collection.growth = growth.GrowthTracker.of(collection.stores, collection.tables, collection.shards)
         state = collection.init(seed=3, salt=5)
     results = []
     for number, (batch, plan) in enumerate(collection.pipeline(raws, **options)):

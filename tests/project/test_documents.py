@@ -21,7 +21,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, host_limits, processes, shards, store, types
+from jaxsok import enlarge, grow, host_limits, processes, shards, store, types
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -172,10 +172,11 @@ def other_collection():
 
 def grow_beyond_all_limits(monkeypatch):
     """Grows until the row ids run out, with unlimited memory."""
-    monkeypatch.setattr(grow, "free_bytes", lambda: None)
+    monkeypatch.setattr(enlarge, "free_bytes", lambda: None)
     collection = item()
     collection.batch({"item": np.arange(8)})
-    monkeypatch.setattr(grow, "MAX_CAPACITY", 8)
+    for module in (enlarge, grow):
+        monkeypatch.setattr(module, "MAX_CAPACITY", 8)
     collection.grow(collection.init(), steps=2)
 
 
@@ -184,22 +185,24 @@ def grow_without_memory(monkeypatch):
     collection = item()
     collection.batch({"item": np.arange(8)})
     state = collection.init()
-    monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
+    monkeypatch.setattr(enlarge, "free_bytes", lambda: 2**20)
     collection.grow(state, steps=10_000)
 
 
 def init_without_host_memory(monkeypatch):
     """Declares a table in host memory, on one of four devices that share a megabyte."""
     limit = host_limits.HostLimit("/sys/fs/cgroup/job/memory.max", 2**20, "job")
-    monkeypatch.setattr(grow, "share_of_device", lambda shards: host_limits.least_share([(1, [limit]), (3, [limit])]))
-    monkeypatch.setattr(grow, "free_bytes", lambda: None)
+    monkeypatch.setattr(
+        enlarge, "share_of_device", lambda shards: host_limits.least_share([(1, [limit]), (3, [limit])])
+    )
+    monkeypatch.setattr(enlarge, "free_bytes", lambda: None)
     memory = jaxsok.HostMemory(device_rows=8)
     jaxsok.Collection([jaxsok.TableSpec("user", 8, SGD, capacity=10_000, memory=memory)], []).init()
 
 
 def init_without_memory(monkeypatch):
     """Declares two stores that do not fit together."""
-    monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
+    monkeypatch.setattr(enlarge, "free_bytes", lambda: 2**20)
     tables = [jaxsok.TableSpec("user", 4, SGD, capacity=10_000), jaxsok.TableSpec("item", 8, SGD, capacity=10_000)]
     jaxsok.Collection(tables, []).init()
 
@@ -771,7 +774,7 @@ def test_limits():
     """docs/growth.md and docs/concepts.md repeat the limits of the code."""
     assert types.MAX_SLABS == 24 and types.MAX_CAPACITY == 2**31 - 1
     assert constants((ROOT / "ffi/core/layout.h").read_text())["kMaxProbes"] == 64
-    assert grow.GROWTH_FACTOR == 2.0 and grow.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
+    assert enlarge.GROWTH_FACTOR == 2.0 and enlarge.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
     assert grow.FIRST_CALLS == 32 and grow.FIRST_SHARE == 16
     assert store.MIN_BUCKETS == 16
 
