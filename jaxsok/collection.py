@@ -284,8 +284,8 @@ class Collection:
             miss d updates (fewer for the first batches, and after `drain`). It includes lookahead.
           micro_batches: how many batches one update takes, where there are lookups ahead.
           prefetch: batches that a thread reads and packs further ahead. 0: the calling thread does so when their turn
-            comes, which is faster where it costs next to nothing, as with `HostBatch`es: threads that wake each other
-            cost 0.1 to 0.4 ms a batch (docs/results/many_gpus.md).
+            comes. Threads that wake each other cost 0.1 to 0.3 ms a batch (docs/results/many_gpus.md); without them the
+            devices wait for the copy of each batch, which was not measured. Try it where batches are small.
 
         Returns:
           An iterator. Its `get_state()` is that of a Grain iterator as it was after the batch handed out last.
@@ -988,8 +988,9 @@ class Collection:
             check_state("memory_estimate", self, state)
         capacities = None if state is None else [store.capacity // num_shards for store in state.stores]
         of_step, of_device = (steps, lookahead), (device_bytes, memory_fraction)
+        exchange = dataclasses.replace(self.exchange, wire=self._steps.strategy.wire or "dense")  # it is known here
         return memory_lib.estimate(
-            self.tables, self.stores, parts, capacities, num_rows, self.exchange, *of_step, *of_device
+            self.tables, self.stores, parts, capacities, num_rows, exchange, *of_step, *of_device
         )
 
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> tuple[int, ...]:

@@ -236,7 +236,7 @@ def memory_estimate(
       num_samples: of one device's part of a batch. Without it and `keys_per_step` the state alone is counted.
       keys_per_step: positions for keys, with padding, that one device's part of a batch has for each feature, or one
         number for all. A feature without one has `max_keys` shared out, else one key (or `max_hotness`) a sample.
-      exchange: as the collection gets it: its send capacity.
+      exchange: as the collection gets it: its send capacity, and its wire; "auto" counts as "window", which needs more.
       steps: between two calls of `grow`: so much is held in reserve.
       lookahead: batches that are looked up ahead (`Collection.pipeline`): of each the batch, its plan, and embeddings,
         which only stale lookups hold.
@@ -428,7 +428,8 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
     listed = (of_line + 1) * num_keys + 4 * (num_owners + 1)
     room = spec.num_shards * math.ceil(num_keys / capacity) * capacity
     num_bytes = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
-    together = operator.add if exchange.wire == "window" else max  # the window wire sorts both while gradients arrive
+    # The window wire, which "auto" takes where it can, sorts both while gradients arrive.
+    together = max if exchange.wire == "dense" else operator.add
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
         sizes.JaxsokInsertWorkspaceBytes(room) + initial * (room + num_keys),

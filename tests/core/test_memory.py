@@ -404,8 +404,15 @@ def test_a_step_on_a_mesh_is_counted_for_one_device():
     # 100 keys evenly spread plus a quarter, rounded up to eight: 32 for each of four destinations.
     _, _, plan = collection.lookup(collection.init(seed=0), collection.plan(features, send_capacity=(32,)))
     assert sum_bytes(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
-    by_hand = memory_estimate(collection.tables, collection.features, num_shards=NUM_SHARDS, num_samples=100)
-    assert by_hand == estimate
+    sizes, dense = {"num_shards": NUM_SHARDS, "num_samples": 100}, ExchangeSpec(wire="dense")
+    assert memory_estimate(collection.tables, collection.features, **sizes, exchange=dense) == estimate
+    # Windows, which "auto" may take, sort the uses of both sides at once.
+    auto, window = (
+        memory_estimate(collection.tables, collection.features, **sizes, exchange=ExchangeSpec(wire=wire))
+        for wire in ("auto", "window")
+    )
+    assert auto == window
+    assert sum_bytes(auto, "workspace") > sum_bytes(estimate, "workspace")
 
 
 # Printing and refusals -----------------------------------------------------------------------------------------------
