@@ -27,7 +27,8 @@ class _Count(property):
     """A count of `Stats` by the name of its attribute: int32 `[*steps, num_tables or num_stores]`, or `[*steps]`."""
 
     def __init__(self, meaning: str) -> None:
-        super().__init__(lambda stats: stats.count(self.attribute), doc=meaning)
+        super().__init__(lambda stats: stats.count(self.attribute))
+        self.__doc__ = meaning  # until Python 3.12, `doc` would stay behind that of the class
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.attribute = name

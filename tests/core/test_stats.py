@@ -26,6 +26,11 @@ def step(collection, state, user, item):
     return programs.learn(collection, state, programs.batch(collection, user=np.array(user), item=bags))
 
 
+def test_each_count_says_what_it_counts():
+    """`help` and editors show the meaning of a count, not that of all counts."""
+    assert jaxsok.Stats.num_inserted.__doc__ == "By table: the key was new and got a row."
+
+
 def test_occurrences_are_counted_one_after_the_other():
     """The first occurrence of a new key is inserted, its repeats are found; unused positions are padding."""
     collection = two_tables(capacity=16)
