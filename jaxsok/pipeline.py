@@ -4,7 +4,7 @@ A thread reads raw batches and packs them; it is the caller's if nothing is to b
 out, the next one is packed and its copy to the devices has begun, and the one after that is read and packed while the
 caller dispatches step k. On a GPU a copy waits for the programs that were dispatched before it, and runs at the same
 time as later ones: the copy of batch k + 1 runs during step k. Therefore nothing that reads a batch is dispatched
-before the step that follows its packing.
+before the step that follows its packing, except with `prefetch=0`: there the devices wait for the copy.
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
