@@ -74,7 +74,9 @@ struct WindowDevice {
   Group* group = nullptr;
   WindowMember member;
   SideStream* side = nullptr;
-  std::mutex mutex;  // held during an exchange: threads that call for one device take turns
+  // Held during an exchange: threads that call for one device take turns. A CUDA graph that is being recorded keeps the
+  // side stream until it is complete, so no two threads may record for one device at once.
+  std::mutex mutex;
   int64_t most_seconds = 0;
   std::mutex adding;                              // guards the vector
   std::vector<std::unique_ptr<Windows>> windows;  // each larger than the one before
