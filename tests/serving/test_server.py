@@ -734,6 +734,32 @@ def test_requests_that_are_sent_at_once_are_answered_in_order(address):
     assert re.findall(rb"HTTP/1.1 (\d+)", talk(address, sent)) == [b"200", b"404", b"200", b"400"]
 
 
+def test_a_damaged_request_behind_others_loses_none_of_them(address):
+    body = b'{"keys":{"user":[4]}}'
+    sent = head(Content_Length=len(body)) + body + head(Transfer_Encoding="chunked") + b"zz\r\n"
+    assert re.findall(rb"HTTP/1.1 (\d+)", talk(address, sent)) == [b"200", b"400"]
+
+
+def test_pipelined_requests_are_bounded(address):
+    """All that have come are parsed: without a bound, one connection would fill the memory."""
+    sent = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" * 1000
+    assert re.findall(rb"HTTP/1.1 (\d+)", talk(address, sent)) == [b"200"] * 17 + [b"400"]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_upgrades_are_not_taken(address, parts):
+    """A request that offers another protocol, as Java's client does, is answered; its body is no request."""
+    body = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+    begin = head(Content_Length=len(body), Connection="Upgrade, HTTP2-Settings", Upgrade="h2c", HTTP2_Settings="AAMA")
+    got = talk(address, *([begin + body] if parts == 1 else [begin, body]), pause_s=0.2)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400"] and b"no JSON" in got
+    body = b'{"keys":{"user":[4]}}'
+    begin = head(Content_Length=len(body), Connection="Upgrade, HTTP2-Settings", Upgrade="h2c", HTTP2_Settings="AAMA")
+    lookup = head(Content_Length=len(body)) + body
+    got = talk(address, *([begin + body + lookup] if parts == 1 else [begin, body + lookup]), pause_s=0.2)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"200", b"200"]
+
+
 def test_a_damaged_chunk_ends_its_request(address, client, caplog):
     """A damaged chunk gets one refusal, and the rest of the body is not read as a request."""
     got = talk(address, head(Transfer_Encoding="chunked"), b"2\r\n{}\r\n", b"zz\r\n", pause_s=0.1)

@@ -191,6 +191,32 @@ def test_a_front_end_that_ends_is_replaced(found, session, number):
     assert after["jaxsok_ready",] == 1
 
 
+def test_front_ends_that_have_ended_leave_nothing():
+    """The connections of a front end that was killed end, also the one that waits for new versions."""
+    with cases.serving(cases.Session(), num_processes=2) as found:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            first = found.pids[0]
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda first=first: first not in found.pids and len(found.pids) == 2)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_a_lost_connection_is_made_again(monkeypatch):
+    """What fails in an answer fails for its request alone."""
+    pack, fails = processes.pack, iter([True] * 2)
+
+    def fail_first(head, found):
+        if found and next(fails, False):
+            raise MemoryError
+        return pack(head, found)
+
+    with cases.serving(cases.Session(), num_processes=2) as found:
+        monkeypatch.setattr(processes, "pack", fail_first)
+        post(found, LOOKUP, 12, json={"keys": {"user": [1]}})
+        assert {answer.status_code for answer in post(found, LOOKUP, 24, json={"keys": {"user": [1]}})} == {200}
+
+
 def start(*arguments):
     """Starts a server in a process; returns it and its address."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -8,6 +8,7 @@ import pathlib
 import re
 import socket
 import ssl
+import time
 import warnings
 
 import httpx
@@ -112,6 +113,19 @@ def test_a_damaged_request_is_refused_over_tls(found):
         assert connection.recv(4096).startswith(b"HTTP/1.1 400")
 
 
+def test_idle_clients_do_not_hold_up_a_stop():
+    """A client of a pool does not read while it is idle, so it does not answer the end of TLS."""
+    of_clients = Security(tls_cert=CERT, tls_key=KEY)
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(cases.serving(cases.Session(), of_clients=of_clients, keep_alive_s=0.5))
+        with tls_connection(found, ssl.create_default_context(cafile=CERT)) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 OK" in connection.recv(4096)
+            begin = time.monotonic()
+            stack.close()
+            assert time.monotonic() - begin < 10
+
+
 def test_tokens_are_not_printed():
     assert OLD not in repr(Security(tokens=(OLD.encode(),)))
 
@@ -124,6 +138,7 @@ def test_tokens_are_not_printed():
         (f"{OLD}\nfifteen-letters\n", "with 2 tokens"),
         ("with spaces in between it\n", "without spaces"),
         ("ümläüts-and-sixteen-letters\n", "ASCII"),
+        (f"{OLD}\n" * 2000, "more than 65536 bytes"),
         (None, "give a file that can be read"),
     ],
 )

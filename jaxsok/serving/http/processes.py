@@ -30,7 +30,7 @@ import uvloop
 
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.http import running
-from jaxsok.serving.http.batching import ClosedError
+from jaxsok.serving.http.batching import ClosedError, QueueFullError
 from jaxsok.serving.http.remote import SIZES, Remote, pack, unpack
 from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import App, Held, ServerOptions
@@ -181,22 +181,26 @@ class Processes:
                 sizes = SIZES.unpack(await reader.readexactly(SIZES.size))
                 (op, about), arrays = unpack(*[await reader.readexactly(size) for size in sizes])
                 try:
-                    head, found = await self._answer(op, about, arrays)
+                    head, found = await self._answer(op, about, arrays, reader)
+                    num_bytes = sum(array.nbytes for array in found.values())
+                    frame = await self.app.off_loop(num_bytes, pack, head, found)
                 except Exception as error:
-                    head, found = error, {}
+                    head: Exception = error
                     if isinstance(error, ServingError):
                         head = type(error)(str(error))
-                    elif not isinstance(error, ClosedError):
+                    elif not isinstance(error, ClosedError | QueueFullError):
                         _log.error("%s failed", op, exc_info=error)
                         head = RuntimeError(f"{op}: {error!r}")
-                num_bytes = sum(array.nbytes for array in found.values())
-                writer.write(await self.app.off_loop(num_bytes, pack, head, found))
+                    frame = pack(head, {})
+                writer.write(frame)
                 await writer.drain()
 
-    async def _answer(self, op: str, about: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    async def _answer(
+        self, op: str, about: Any, arrays: Mapping[str, Any], reader: asyncio.StreamReader
+    ) -> tuple[Any, Mapping[str, Any]]:
         """Answers what `Remote` asks: with a head and arrays."""
         if op == "models":
-            while {name: model.version for name, model in self._models.items()} == about:
+            while {name: model.version for name, model in self._models.items()} == about and not reader.at_eof():
                 await asyncio.sleep(LOOK_S)
                 self._models = self.app.session.models
             return self._models, {}

@@ -98,14 +98,16 @@ class Remote:
 
     def _ask(self, op: str, about: Any, arrays: Mapping[str, Any] = {}) -> tuple[Any, dict[str, Any]]:
         """Asks, and waits for the answer; raises the error of the other process."""
+        connection = getattr(self._local, "connection", None) or socket.socket(socket.AF_UNIX)
         try:
-            connection = getattr(self._local, "connection", None)
-            if connection is None:
-                connection = self._local.connection = socket.socket(socket.AF_UNIX)
+            if getattr(self._local, "connection", None) is None:
                 connection.connect(self._path)
+                self._local.connection = connection
             connection.sendall(pack((op, about), arrays))
             head, found = unpack(*_receive_frame(connection))
         except OSError:
+            self._local.connection = None  # the next request may have another
+            connection.close()
             raise ClosedError from None
         if isinstance(head, BaseException):
             raise head

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -20,6 +21,7 @@ from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App, discard
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
+MAX_PIPELINED = 16  # requests of a connection that wait for the responses before theirs: all that came are parsed
 # Unsent bytes of a connection in the kernel. Its buffer would grow to megabytes, and it reports room when a third is
 # free; with less the server sees early what a client reads.
 _UNSENT_BYTES = 1 << 17
@@ -50,6 +52,7 @@ class _Protocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._refusal: Refusal | None = None  # the connection's last response
+        self._is_upgrade = False  # whether this head asks for another protocol, and is read again without that
         self._num_bytes, self._is_long = 0, False  # bytes of a head, or of what is around chunks, and whether too many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -58,6 +61,7 @@ class _Protocol(HttpToolsProtocol):
         connection, app = transport.get_extra_info("socket"), self.app
         if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        transport.set_write_buffer_limits(1 << 16)  # TLS would hold 512 KiB
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
             scope.setdefault("extensions", {})[ABORT] = transport.abort
@@ -69,19 +73,43 @@ class _Protocol(HttpToolsProtocol):
         if self._refusal is not None:  # reads on for a while: else a client may see a reset before the answer
             return
         self._num_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self._num_bytes > MAX_HEAD_BYTES and self._refusal is None:
             self._is_long = True
             self.send_400_response("")
+
+    def _feed(self, data: bytes) -> None:
+        """Parses bytes; a request for another protocol is answered in this one, body and all (RFC 9110, 7.8)."""
+        try:
+            self.parser.feed_data(data)  # pyright: ignore[reportOptionalMemberAccess]
+        except httptools.HttpParserUpgrade as found:
+            # httptools ends a request with its head if that asks for an upgrade, and would read the body as a request.
+            parser, self._is_upgrade = self.parser, False
+            lines = [b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+            for name, value in self.headers:
+                if name == b"connection":
+                    tokens = [token.strip() for token in value.split(b",")]
+                    value = b", ".join(token for token in tokens if token.lower() != b"upgrade")
+                if name != b"upgrade":
+                    lines.append(b"%s: %s" % (name, value))
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._feed(b"\r\n".join([*lines, b"\r\n"]) + data[found.args[0] :])
 
     def on_headers_complete(self) -> None:
         method = self.parser.get_method()  # pyright: ignore[reportOptionalMemberAccess]
         rest = method, self.url, b"  HTTP/1.1\r\n\r\n"
         num_bytes = sum(map(len, rest)) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         self._num_bytes, self._is_long = 0, num_bytes > MAX_HEAD_BYTES
-        if self._is_long:
+        if self._is_long or method == b"CONNECT" or len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError  # the parser stops, and the request is refused
-        super().on_headers_complete()
+        self._is_upgrade = self.parser.should_upgrade()  # pyright: ignore[reportOptionalMemberAccess]
+        if not self._is_upgrade:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0
@@ -89,28 +117,52 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_bytes = 0
-        super().on_message_complete()
+        if not self._is_upgrade:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP, and a long head: now, or behind the responses of earlier requests."""
-        self._refusal = Refusal(400, "bad_request", "the request is no HTTP/1.1.", CLOSE)
+        message = "the request is no HTTP/1.1."
+        if len(self.pipeline) >= MAX_PIPELINED:
+            message = f"more than {MAX_PIPELINED} requests wait on this connection; ask for less at a time."
+        self._refusal = Refusal(400, "bad_request", message, CLOSE)
         if self._is_long:
             message = f"the head of a request: got more than {MAX_HEAD_BYTES} bytes, at most so many are taken."
             self._refusal = Refusal(431, "head_too_large", message, CLOSE)
         if self.cycle is None or self.cycle.response_complete:
             self._refuse(self._refusal)
-        elif self.cycle.more_body:  # the request that is being answered, or that waits for it, is damaged
+        elif self.cycle.more_body and self.pipeline:  # a request that waits is damaged: those before it are answered
+            self.pipeline[0] = self.cycle, make_response(self._refusal)
+        elif self.cycle.more_body:  # the request that is being answered is damaged
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            if self.cycle.response_started or self.pipeline:
+            if self.cycle.response_started:
                 self.transport.close()
             else:
                 self._refuse(self._refusal)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._refusal is not None and self.cycle.response_complete:
+        self._end_tls()
+        if self._refusal is not None and self.cycle.response_complete and not self.transport.is_closing():
             self._refuse(self._refusal)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_tls()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._end_tls()
+
+    def _end_tls(self) -> None:
+        """Ends a closed connection whose client does not answer the end of TLS: idle ones of pools do not for 30 s."""
+        if self.scheme == "https" and self.transport.is_closing():
+            self.loop.call_later(DISCARD_S, self._abort_if_sent)
+
+    def _abort_if_sent(self) -> None:
+        if not self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def _refuse(self, refusal: Refusal) -> None:
         response = make_response(refusal)
@@ -120,7 +172,7 @@ class _Protocol(HttpToolsProtocol):
         self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
-        self.loop.call_later(DISCARD_S, self.transport.close)
+        self.loop.call_later(DISCARD_S, self.timeout_keep_alive_handler)
 
 
 class _Config(uvicorn.Config):
@@ -182,7 +234,9 @@ class Server(uvicorn.Server):
         refusal = self._security.refusal_of(scope)
         if refusal is None:
             return await self.app.asgi(scope, receive, send_and_close)
-        await discard(Request(scope, receive), self.app.options)
+        request = Request(scope, receive)
+        if "100-continue" not in request.headers.get("expect", "").lower():  # else the client has not sent its body
+            await discard(request, self.app.options)
         await make_response(refusal)(scope, receive, send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxsok.serving.http.responses import CLOSE, Refusal
 
 LEAST_LETTERS = 16  # of a token
+_MAX_BYTES = 1 << 16  # of a file of tokens
 OPEN_PATHS = ("/healthz", "/readyz")  # for load balancers: they say nothing of models
 
 
@@ -74,9 +75,13 @@ def _read_tokens(path: str | os.PathLike[str] | None) -> tuple[bytes, ...]:
         return ()
     try:
         with open(path, "rb") as file:
-            tokens = tuple(token for line in file.read(1 << 16).splitlines() if (token := line.strip()))
+            text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise OSError(f"serve: --token-file: got {os.fspath(path)}: {error}; give a file that can be read.") from None
+    if len(text) > _MAX_BYTES:  # a token that is cut off would be a shorter one
+        what = f"{os.fspath(path)} with more than {_MAX_BYTES} bytes"
+        raise ValueError(f"serve: --token-file: got {what}; give fewer tokens.")
+    tokens = tuple(token for line in text.splitlines() if (token := line.strip()))
     if not tokens or any(len(token) < LEAST_LETTERS or not token.isascii() or b" " in token for token in tokens):
         raise ValueError(
             f"serve: --token-file: got {os.fspath(path)} with {len(tokens)} tokens, wanted at least one, each of "
