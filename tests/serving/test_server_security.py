@@ -115,7 +115,7 @@ def test_a_damaged_request_is_refused_over_tls(found):
 
 def test_idle_clients_do_not_hold_up_a_stop():
     """A client of a pool does not read while it is idle, so it does not answer the end of TLS."""
-    of_clients = Security(tls_cert=CERT, tls_key=KEY)
+    of_clients = Security.of({"tls_cert": CERT, "tls_key": KEY})
     with contextlib.ExitStack() as stack:
         found = stack.enter_context(cases.serving(cases.Session(), of_clients=of_clients, keep_alive_s=0.5))
         with tls_connection(found, ssl.create_default_context(cafile=CERT)) as connection:
@@ -161,3 +161,26 @@ def test_bad_certificates_are_refused_before_a_model_is_loaded(tmp_path, capsys)
         assert command_line.main(["serve", str(tmp_path / "no-model.json"), *options]) == 2
         error = capsys.readouterr().err
         assert re.search(message, error), error
+
+
+def test_files_may_go_once_they_are_read(tmp_path):
+    """Front ends that start again have what the server began with."""
+    for name, path in (("cert.pem", CERT), ("key.pem", KEY)):
+        (tmp_path / name).write_bytes(pathlib.Path(path).read_bytes())
+    found = Security.of({"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")})
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).unlink()
+    assert found.context() is not None
+    assert "PRIVATE KEY" not in repr(found)
+
+
+def test_refused_clients_are_counted(found, client):
+    def num_refused():
+        text = client.get("/metrics", headers=bearing(NEW)).text
+        return sum(
+            float(line.split()[-1]) for line in text.splitlines() if re.match(r".*requests_total.*\"401\"", line)
+        )
+
+    before = num_refused()
+    assert client.get("/v1/models").status_code == 401
+    assert num_refused() == before + 1

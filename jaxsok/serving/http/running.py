@@ -237,7 +237,9 @@ class Server(uvicorn.Server):
         request = Request(scope, receive)
         if "100-continue" not in request.headers.get("expect", "").lower():  # else the client has not sent its body
             await discard(request, self.app.options)
-        await make_response(refusal)(scope, receive, send)
+        response = make_response(refusal)
+        self.app.metrics.add(("", ""), response.status_code, 0.0, 0, len(response.body))
+        await response(scope, receive, send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         super().run(sockets or [self._where])

@@ -3,6 +3,7 @@
 import dataclasses
 import hmac
 import os
+import pathlib
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -20,35 +21,43 @@ class Security:
 
     tokens: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
     """A request must have one of them; none: it needs no token."""
-    tls_cert: str | None = None
-    """A file in PEM: the server's certificate, and those up to its root. None: no TLS."""
-    tls_key: str | None = None
-    """A file in PEM: the certificate's key, without a password. None: it is in the file of the certificate."""
+    pem: bytes = dataclasses.field(default=b"", repr=False)
+    """The server's key and certificate in PEM, and those up to its root; none: no TLS."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Security":
         """Reads the files that the command line names; an OSError or ValueError says which of them is no good."""
-        found = cls(_read_tokens(given.get("token_file")), given.get("tls_cert"), given.get("tls_key"))
-        if found.tls_key is not None and found.tls_cert is None:
-            raise ValueError(f"serve: --tls-key: got {found.tls_key!r} without --tls-cert; give both.")
-        found.context()
+        cert, key = given.get("tls_cert"), given.get("tls_key")
+        if key is not None and cert is None:
+            raise ValueError(f"serve: --tls-key: got {key!r} without --tls-cert; give both.")
+        found = cls(_read_tokens(given.get("token_file")))
+        if cert is None:
+            return found
+        files = [os.fspath(path) for path in (key, cert) if path is not None]
+        try:
+            pem = b"\n".join([pathlib.Path(path).read_bytes() for path in files])
+            found = dataclasses.replace(found, pem=pem)
+            found.context()
+        except OSError as error:  # also errors of OpenSSL
+            names = " and ".join(reversed(files))
+            raise OSError(f"serve: --tls-cert: got {names}: {error}; give a certificate and its key in PEM.") from None
         return found
 
     @property
     def scheme(self) -> str:
-        return "http" if self.tls_cert is None else "https"
+        return "https" if self.pem else "http"
 
     def context(self) -> ssl.SSLContext | None:
-        """Loads the certificate, for TLS 1.2 and later; None without one."""
-        if self.tls_cert is None:
+        """Makes the context of TLS 1.2 and later; None without a certificate."""
+        if not self.pem:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            context.load_cert_chain(self.tls_cert, self.tls_key, password=_refuse_password)
-        except OSError as error:  # also errors of OpenSSL
-            files = " and ".join(name for name in (self.tls_cert, self.tls_key) if name)
-            raise OSError(f"serve: --tls-cert: got {files}: {error}; give a certificate and its key in PEM.") from None
+        # OpenSSL reads files alone, and those of the command line may be others by now.
+        with os.fdopen(os.memfd_create("jaxsok-tls"), "wb") as file:
+            file.write(self.pem)
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password=_refuse_password)
         return context
 
     def refusal_of(self, scope: Mapping[str, Any]) -> Refusal | None:
