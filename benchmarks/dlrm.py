@@ -23,7 +23,7 @@ NUM_DENSE = 13
 """Numbers of a sample in addition to its keys."""
 
 OPTIMIZER = optax.adagrad(0.01)
-"""Of the dense part."""
+"""The optimizer of the dense part."""
 
 BOTTOM = (512, 256)
 TOP = (1024, 1024, 512, 256)

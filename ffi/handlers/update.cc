@@ -105,11 +105,11 @@ ffi::Error UpdateWindow(Call& call) {
   return call.Launch([&](Stream stream) -> LaunchError {
     const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
     const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
-    Stream beside;
-    WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes, &beside);
+    Stream second;
+    WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes, &second);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
-    LaunchError error = LaunchSortUses(beside, step.store.view, step.arguments());
+    LaunchError error = LaunchSortUses(second, step.store.view, step.arguments());
     if (error == nullptr) {
       error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags, target,
                                      dtype, num_uses.as<int32_t>(), workspace_of_bags);
@@ -144,11 +144,11 @@ ffi::Error UpdateBagsWindow(Call& call) {
   const Array widened = call.Result("widened", ffi::F32, {is_float32 ? 0 : num_lines, dim});
   step.ReadWorkspace(call);
   return call.Launch([&](Stream stream) -> LaunchError {
-    Stream beside;
-    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * lines.num_bytes(), &beside);
+    Stream second;
+    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * lines.num_bytes(), &second);
     if (exchange.error() != nullptr) return exchange.error();
     if (num_shards != exchange.num_shards()) return "features: wanted one for each shard";
-    LaunchError error = LaunchSortUses(beside, step.store.view, step.arguments());
+    LaunchError error = LaunchSortUses(second, step.store.view, step.arguments());
     if (error == nullptr) error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
     if (error == nullptr) error = exchange.Meet(stream);
     if (error == nullptr && !is_float32) {

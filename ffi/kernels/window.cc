@@ -202,7 +202,7 @@ LaunchError WaitOnHost(Group& group, int32_t shard, int64_t most_seconds) {
 }  // namespace
 
 WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes,
-                               Stream* beside)
+                               Stream* second)
     : stream_(stream) {
   WindowDevice* found = DeviceOf(window, device);
   if (found == nullptr) {
@@ -225,16 +225,16 @@ WindowExchange::WindowExchange(Stream stream, int32_t window, int32_t device, Wi
   }
   if (error_ != nullptr) return;
   windows_ = windows->received;
-  if (beside != nullptr) {
-    error_ = Fork(device_->side, stream, beside);
-    has_work_beside_ = error_ == nullptr;
+  if (second != nullptr) {
+    error_ = Fork(device_->side, stream, second);
+    has_second_stream_ = error_ == nullptr;
   }
   if (error_ == nullptr) error_ = Wait(stream);
 }
 
 WindowExchange::~WindowExchange() {
   if (device_ == nullptr) return;
-  if (has_work_beside_) Join(device_->side, stream_);  // the call has failed; its arrays may be given back
+  if (has_second_stream_) Join(device_->side, stream_);  // the call has failed; its arrays may be given back
   if (!is_done_) {
     std::lock_guard<std::mutex> lock(device_->group->mutex);
     device_->group->Fail("a shard failed between the parts of an exchange");
@@ -304,8 +304,8 @@ LineTarget WindowExchange::Target(int64_t lines_of_part, int64_t line_bytes) con
 void* WindowExchange::received() const { return windows_[device_->member.shard]; }
 
 LaunchError WindowExchange::Meet(Stream stream) {
-  if (has_work_beside_) {
-    has_work_beside_ = false;
+  if (has_second_stream_) {
+    has_second_stream_ = false;
     if (LaunchError error = Join(device_->side, stream)) return error;
   }
   tag_ |= 0x8000;  // so that the two barriers of an exchange differ

@@ -86,10 +86,10 @@ class WindowExchange {
  public:
   /// Begins an exchange: waits, on the stream, until no shard reads its window any more. The CPU waits at once.
   /// `window`: a number from JaxsokWindowOpen; `device`: the ordinal of the calling device; `num_bytes`: the size that
-  /// the shard receives; `beside`: if not null, gets a stream whose work runs at the same time as that of `stream`,
+  /// the shard receives; `second`: if not null, gets a stream whose work runs at the same time as that of `stream`,
   /// from before this wait until `Meet`. On the CPU it is `stream`.
   WindowExchange(Stream stream, int32_t window, int32_t device, WindowCall call, int64_t num_bytes,
-                 Stream* beside = nullptr);
+                 Stream* second = nullptr);
   ~WindowExchange();
   WindowExchange(const WindowExchange&) = delete;
   WindowExchange& operator=(const WindowExchange&) = delete;
@@ -98,13 +98,13 @@ class WindowExchange {
   LaunchError error() const { return error_; }
   int32_t num_shards() const;
   int32_t shard() const;
-  /// Returns whether there is a stream beside, until `Meet`.
-  bool has_work_beside() const { return has_work_beside_; }
+  /// Returns whether a second stream works for the exchange; until `Meet`.
+  bool has_second_stream() const { return has_second_stream_; }
   /// Returns where this shard writes: part p of its rows goes into the window of shard p, at the place of this shard.
   LineTarget Target(int64_t lines_of_part, int64_t line_bytes) const;
   /// Returns what the others wrote, by shard, once all have met.
   void* received() const;
-  /// Waits, on the stream, until all shards have written and the work beside has ended. The CPU waits at once.
+  /// Waits, on the stream, until all shards have written and the second stream has ended. The CPU waits at once.
   ///
   /// A shard that waits too long ends all work of its device: a kernel traps, so that no later kernel writes a row, and
   /// JAX raises. The state is lost.
@@ -122,7 +122,7 @@ class WindowExchange {
   WindowDevice* device_ = nullptr;
   char* const* windows_ = nullptr;  // by shard
   uint32_t tag_ = 0;
-  bool is_done_ = false, has_work_beside_ = false;
+  bool is_done_ = false, has_second_stream_ = false;
   LaunchError error_ = nullptr;
 };
 
@@ -163,8 +163,8 @@ void ReleaseImported(int32_t device, char* window);
 struct SideStream;
 /// Prepares a device for windows of its peers (-1: of another process). Returns nullptr, or why it cannot reach them.
 LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peers, SideStream** side);
-/// Sets `beside` to the second stream, whose next work runs after what `stream` has so far, and not after later work.
-LaunchError Fork(SideStream* side, Stream stream, Stream* beside);
+/// Sets `second` to the second stream, whose next work runs after what `stream` has so far, and not after later work.
+LaunchError Fork(SideStream* side, Stream stream, Stream* second);
 /// Lets the next work of `stream` wait for the work of the second stream.
 LaunchError Join(SideStream* side, Stream stream);
 /// Allocates zeroed memory that the host and all devices share; nullptr if there is none.

@@ -54,8 +54,8 @@ void ReleaseImported(int32_t, char*) {}
 
 LaunchError PrepareDevice(int32_t, const int32_t*, int32_t, SideStream**) { return nullptr; }
 
-LaunchError Fork(SideStream*, Stream stream, Stream* beside) {
-  *beside = stream;
+LaunchError Fork(SideStream*, Stream stream, Stream* second) {
+  *second = stream;
   return nullptr;
 }
 

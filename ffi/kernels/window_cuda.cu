@@ -170,7 +170,7 @@ LaunchError Load(Kernel* kernel) {
 LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                              int64_t stride_bytes) {
   const int num_shards = exchange.num_shards();
-  const int most_blocks = exchange.has_work_beside() ? kFewPushBlocks : kMostPushBlocks;
+  const int most_blocks = exchange.has_second_stream() ? kFewPushBlocks : kMostPushBlocks;
   WithWord(WordBytes(part_bytes, lines), [&](auto word) {
     using Word = decltype(word);
     const int of_part = CopyBlocks<Word>(part_bytes, std::max(1, most_blocks / num_shards));
@@ -265,10 +265,10 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
 
 // While `stream` is recorded for a CUDA graph, the second stream is, too: its work is a branch of the graph.
 
-LaunchError Fork(SideStream* side, Stream stream, Stream* beside) {
+LaunchError Fork(SideStream* side, Stream stream, Stream* second) {
   JAXSOK_RETURN_IF_CUDA(cudaEventRecord(side->forked, stream));
   JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(side->stream, side->forked, 0));
-  *beside = side->stream;
+  *second = side->stream;
   return nullptr;
 }
 

@@ -17,7 +17,7 @@ OPEN_PATHS = ("/healthz", "/readyz")  # for load balancers: they say nothing of 
 
 @dataclasses.dataclass(frozen=True)
 class Security:
-    """What a server asks of its clients; all of its processes ask the same."""
+    """The demands of a server on its clients; all of its processes make the same."""
 
     tokens: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
     """A request must have one of them; none: it needs no token."""
