@@ -107,7 +107,7 @@ class Server:
 
     process: subprocess.Popen[bytes]
     num_processes: int
-    """That answer requests."""
+    """The processes that answer requests."""
     port: int
     seconds: float
     """From its start until it took connections."""

@@ -1,5 +1,4 @@
 // Handler of the update noun: it applies bag gradients to rows and optimizer state in place.
-#include <algorithm>
 #include <vector>
 
 #include "../kernels/combine.h"

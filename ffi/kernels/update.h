@@ -65,18 +65,7 @@ inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32
   return nullptr;
 }
 
-/// Steps every row that the batch used, once, with the sum of its gradients.
-///
-/// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table, kNoRow for
-///          padding. is_live[p]: plan p (kFeaturePlan) is applied, see LaunchTicketsRedeem; hyper is float[kNumHyper],
-///          or a program's scalars; step[0] is the number of updates so far. The store also has tables and seed.
-/// Post   : rows and states of used rows are stepped once. A row whose summed gradient is not finite is unchanged and
-///          counted in num_nonfinite[table]. Uses of a plan that is not applied are skipped and counted in num_stale[0]
-///          (keys that had a row). Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do
-///          not move their rows. All in float32. A row of 16 bits is rounded once, as spec.rounding says; random bits
-///          depend on the seed, the step, and the key and table that the batch gives for a use of the row
-///          (core/row_dtype.h).
-/// Order  : core/row_update.h.
+/// The inputs and results of an update, other than the store and the gradients.
 struct UpdateArguments {
   StateView states;
   UpdateSpec spec;
@@ -89,6 +78,19 @@ struct UpdateArguments {
   int32_t* num_stale;
   void* workspace;
 };
+
+/// Steps every row that the batch used, once, with the sum of its gradients.
+///
+/// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table, kNoRow for
+///          padding. is_live[p]: plan p (kFeaturePlan) is applied, see LaunchTicketsRedeem; hyper is float[kNumHyper],
+///          or a program's scalars; step[0] is the number of updates so far. The store also has tables and seed.
+/// Post   : rows and states of used rows are stepped once. A row whose summed gradient is not finite is unchanged and
+///          counted in num_nonfinite[table]. Uses of a plan that is not applied are skipped and counted in num_stale[0]
+///          (keys that had a row). Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do
+///          not move their rows. All in float32. A row of 16 bits is rounded once, as spec.rounding says; random bits
+///          depend on the seed, the step, and the key and table that the batch gives for a use of the row
+///          (core/row_dtype.h).
+/// Order  : core/row_update.h.
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArguments& a,
                          const GradientsView& gradients);
 

@@ -718,7 +718,7 @@ def test_a_head_that_goes_on_is_refused_once(address, client):
 
 
 def test_a_trailer_that_goes_on_is_refused_once(address, client):
-    """What follows the last chunk has the limit of a head: it is stored until it ends."""
+    """Trailers have the limit of a head: they are stored until they end."""
     parts = [b"2\r\n{}\r\n0\r\nX-Filler: ", *[b"b" * (1 << 16)] * 20]
     got = talk(address, head(Transfer_Encoding="chunked"), *parts, pause_s=0.01)
     assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"431"]

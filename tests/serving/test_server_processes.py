@@ -203,7 +203,7 @@ def test_front_ends_that_have_ended_leave_nothing():
 
 
 def test_a_lost_connection_is_made_again(monkeypatch):
-    """What fails in an answer fails for its request alone."""
+    """A failure in an answer fails its request alone."""
     pack, fails = processes.pack, iter([True] * 2)
 
     def fail_first(head, found):
