@@ -170,9 +170,17 @@ class Packed:
         self.plan, self.plan_with_loads = collection.plan, collection.plan_with_loads
         self.packer = self
 
-    def begin(self, raw: Batch, pad_to: int | None) -> Packing:
+    def begin(self, raw: Batch, pad_to: int | None) -> Batch:
         """Returns the batch itself."""
-        return Packing(raw, ())
+        return raw
+
+    def complete(self, begun: Batch) -> Batch:
+        """Returns the batch itself."""
+        return begun
+
+    def send(self, packed: Batch) -> Packing:
+        """Returns the batch itself."""
+        return Packing(packed, ())
 
     def finish(self, packing: Packing) -> Batch:
         """Returns the batch itself."""

@@ -224,7 +224,8 @@ class Collection:
         Example:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
-        batch = self.packer.finish(self.packer.begin(raw, pad_to))
+        packer = self.packer
+        batch = packer.finish(packer.send(packer.complete(packer.begin(raw, pad_to))))
         self.growth.record_features([batch.features])
         return batch
 

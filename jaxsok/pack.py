@@ -241,6 +241,23 @@ class HostBatch:
     pad_to: int | None
 
 
+class Begun(NamedTuple):
+    """A raw batch whose packing has begun; threads may read its arrays until `wait` returns."""
+
+    raw: Mapping[str, Any]
+    """Converted to arrays if it had to be."""
+    pad_to: int | None
+    is_split: bool
+    packed: HostBatch | None = None
+    """None: NumPy has to pack the batch, or to raise."""
+    job: kernel.KeysJob | None = None
+    """None: the batch is packed already."""
+
+    def wait(self) -> HostBatch | None:
+        """Returns the packed batch; None where NumPy has to pack it, or to raise."""
+        return self.packed if self.job is None or self.job.wait() else None
+
+
 class Packing(NamedTuple):
     """A batch that is packed and on its way to the devices."""
 
@@ -281,19 +298,17 @@ class HostPacker(abc.ABC):
     def _client(self) -> Any:
         """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
 
-    def pack(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | Mapping[str, Any]:
-        """Packs a raw batch; returns it, converted to arrays, where NumPy has to pack it or to raise."""
+    def start(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Begun:
+        """Begins to pack a raw batch; what needs no key to be read is checked at once."""
         given = self._read(raw)
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
             raw = adapters.convert_features(raw, self._features)
             features_lib.require_features(raw, self._features)
             features_lib.require_samples(raw, self._features)
-            packed = self.pack_by_threads(raw, pad_to, is_split)
-        else:
-            features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
-            packed = self._follow(recipe, given, raw, pad_to)
-        return raw if packed is None else packed
+            return self.start_checked(raw, pad_to, is_split)
+        features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
+        return self._follow(recipe, given, Begun(raw, pad_to, is_split))
 
     def resolve(self, raw: Any, pad_to: PadTo, is_split: bool) -> int | None:
         """Returns the number of samples that `pad_to` asks for; "auto": the next multiple of this process's shards."""
@@ -309,14 +324,15 @@ class HostPacker(abc.ABC):
         num_parts = len(self.numbers()) if is_split else 1
         return max(1, -(-next(filter(None, counts), 1) // num_parts)) * num_parts
 
-    def pack_by_threads(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> HostBatch | None:
-        """Packs a checked batch; returns None where NumPy has to, which then packs it or raises."""
+    def start_checked(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Begun:
+        """Begins to pack a checked batch, whose lists become arrays."""
         given = self._read({spec.name: _with_arrays(raw[spec.name]) for spec in self._features})
+        begun = Begun(raw, pad_to, is_split)
         if given is None:
-            return None
+            return begun
         key = self._key(given, pad_to, is_split)
         recipe = _keep(self._recipes, key, lambda: self._make_recipe(given, pad_to, is_split))
-        return None if recipe is None else self._follow(recipe, given, raw, pad_to)
+        return begun if recipe is None else self._follow(recipe, given, begun)
 
     def _read(self, raw: Mapping[str, Any]) -> _Given | None:
         """Returns the arrays of a batch's features, store by store; None where NumPy has to read them."""
@@ -421,22 +437,22 @@ class HostPacker(abc.ABC):
             unsigned.append(_unsigned_of(store, layouts[-1]) if place.itemsize == 4 else None)
         return _Sized(memory, places, items, layouts, tuple(unsigned))
 
-    def _follow(self, recipe: _Recipe, given: _Given, raw: Mapping[str, Any], pad_to: int | None) -> "HostBatch | None":
-        """Packs a batch by its recipe; returns None where the data are refused."""
+    def _follow(self, recipe: _Recipe, given: _Given, begun: Begun) -> Begun:
+        """Begins to pack a batch by its recipe; returns `begun` as it is where the data are refused."""
         num_parts, num_features, num_ragged = len(recipe.numbers), len(given.keys), len(given.bags)
         addresses = kernel.addresses([*given.keys, *given.bags, *given.weights])
         num_keys = [array.size for array, kind in zip(given.keys, given.kinds, strict=True) if kind]
         offsets, sizes = None, ()
         if num_ragged:
             if max(num_keys) >= 2**31:
-                return None
+                return begun
             offsets = self.host_buffers().take(recipe.num_bytes)
             sizes = self._pack_bags(recipe, addresses[num_features:][:num_ragged], num_keys, offsets)
             if sizes is None:
-                return None
+                return begun
         sized = _keep(self._sized, (recipe, sizes), lambda: self._size(recipe, sizes))
         if sized is None:
-            return None
+            return begun
         memory, places = sized.memory, sized.places
         lent, keys = self.host_buffers().take(memory.num_bytes), _copy(sized.keys)
         place = ctypes.addressof(lent)
@@ -450,9 +466,7 @@ class HostPacker(abc.ABC):
             keys["num_keys"][recipe.ragged] = num_keys
             keys["ends"][recipe.ragged] += place
             keys["offsets"] += place
-        if not kernel.pack_keys(keys, self.num_threads):
-            return None
-
+        job = kernel.KeysJob(keys, self.num_threads, (given, lent, offsets))
         arrays = []
         for store, place, (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
             shape = (place.num_keys,) if place.itemsize == 4 else (place.num_keys, 2)
@@ -462,17 +476,18 @@ class HostPacker(abc.ABC):
             weights = memory.views(lent, place.weights, np.float32, place.num_weights) or no_weights
             offsets_by_part = recipe.memory.views(offsets, begin, np.int32, count) or None
             arrays.append((keys_by_part or [keys_lib.padding_words((1,))] * num_parts, offsets_by_part, weights))
-        return HostBatch(
+        packed = HostBatch(
             arrays,
             tuple(sized.layouts),
             sized.unsigned,
-            features_lib.rest_of(raw, self._features),
+            features_lib.rest_of(begun.raw, self._features),
             self._tag,
             num_parts,
             recipe.is_split,
             recipe.num_samples,
-            pad_to,
+            begun.pad_to,
         )
+        return begun._replace(packed=packed, job=job)
 
     def _pack_bags(
         self, recipe: _Recipe, addresses: np.ndarray, num_keys: Sequence[int], lent: ctypes.Array
@@ -528,24 +543,35 @@ class Packer(HostPacker):
         return self._shards.mesh.local_devices[0] if isinstance(self._shards, MeshShards) else jax.local_devices()[0]
 
     @annotate("jaxsok.batch")
-    def begin(self, raw: Mapping[str, Any], pad_to: PadTo) -> "Packing":
-        """Packs a raw batch and begins its copy to the devices; `finish` makes a batch of it."""
+    def begin(self, raw: Mapping[str, Any], pad_to: PadTo) -> Begun:
+        """Begins to pack a raw batch; then `complete`, `send` and `finish` make a batch of it.
+
+        One that is packed already is refused if it was packed for others, or with another `pad_to`.
+        """
         is_split = not self._shards.sees_parts()
         pad_to = self.resolve(raw, pad_to, is_split)
-        packed = raw if isinstance(raw, HostBatch) else self.pack(raw, pad_to, is_split)
-        if isinstance(packed, HostBatch):
-            return self.send(packed, pad_to)
-        return Packing(self.pack_by_numpy(packed, pad_to, is_split), ())
-
-    def send(self, packed: "HostBatch", pad_to: int | None) -> "Packing":
-        """Begins the copy of a batch to the devices; refuses one packed for others, or with another `pad_to`."""
-        numbers = self.numbers() if packed.is_split else [0]
-        made_for = (packed.tag, packed.num_parts, packed.is_split, packed.pad_to)
-        if made_for != (wanted := (self._tag, len(numbers), not self._shards.sees_parts(), pad_to)):
+        if not isinstance(raw, HostBatch):
+            return self.start(raw, pad_to, is_split)
+        made_for = (raw.tag, raw.num_parts, raw.is_split, raw.pad_to)
+        if made_for != (wanted := (self._tag, len(self.numbers()) if raw.is_split else 1, is_split, pad_to)):
             raise ValueError(
                 f"batch: raw: got a batch packed for (collection, shards of a process, mesh, pad_to) = {made_for}, "
                 f"wanted {wanted}; make the PackBatch of this collection, in this process."
             )
+        # One object for equal layouts: JAX compares them for each batch.
+        layouts = tuple(_keep(self._layouts, made, lambda made=made: made) for made in raw.layouts)
+        return Begun(raw, pad_to, is_split, dataclasses.replace(raw, layouts=layouts))
+
+    def complete(self, begun: Begun) -> HostBatch | Batch:
+        """Waits until a batch is packed; what the threads refuse, NumPy packs, or raises what is wrong with it."""
+        return begun.wait() or self.pack_by_numpy(begun.raw, begun.pad_to, begun.is_split)
+
+    @annotate("jaxsok.batch")
+    def send(self, packed: HostBatch | Batch) -> Packing:
+        """Begins the copy of a batch to the devices; NumPy's are there."""
+        if isinstance(packed, Batch):
+            return Packing(packed, ())
+        numbers, pad_to = self.numbers() if packed.is_split else [0], packed.pad_to
         if packed.is_split:
             arrays = [
                 [parts and self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in of_store]
@@ -553,9 +579,7 @@ class Packer(HostPacker):
             ]
         else:
             arrays = jax.device_put([[parts and parts[0] for parts in of_store] for of_store in packed.arrays])
-        # One object for equal layouts: JAX compares them for each batch.
-        layouts = [_keep(self._layouts, made, lambda made=made: made) for made in packed.layouts]
-        stores = tuple(StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(layouts))
+        stores = tuple(StoreFeatures(*arrays[s], layouts) for s, layouts in enumerate(packed.layouts))
         rest, mask = packed.rest, None
         if pad_to is not None:
             rest, mask = split_lib.pad_rest(rest, packed.num_samples, pad_to)
@@ -565,7 +589,7 @@ class Packer(HostPacker):
             mask = jnp.asarray(mask)
         return Packing(Batch(Features(stores, self._tag, self.num_shards), rest, mask), packed.unsigned)
 
-    def finish(self, packing: "Packing") -> Batch:
+    def finish(self, packing: Packing) -> Batch:
         """Widens keys of 32 bits, by a program that waits for the copy: dispatch the step before it first."""
         if all(unsigned is None for unsigned in packing.unsigned):
             return packing.batch

@@ -1,10 +1,12 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-A thread reads raw batches and packs them; it is the caller's if nothing is to be prefetched. When batch k is handed
-out, the next one is packed and its copy to the devices has begun, and the one after that is read and packed while the
-caller dispatches step k. On a GPU a copy waits for the programs that were dispatched before it, and runs at the same
-time as later ones: the copy of batch k + 1 runs during step k. Therefore nothing that reads a batch is dispatched
-before the step that follows its packing, except with `prefetch=0`: there the devices wait for the copy.
+A thread reads raw batches and packs them. When batch k is handed out, the next one is packed and its copy to the
+devices has begun, and the one after that is read and packed while the caller dispatches step k. On a GPU a copy waits
+for the programs that were dispatched before it, and runs at the same time as later ones: the copy of batch k + 1 runs
+during step k. Therefore nothing that reads a batch is dispatched before the step that follows its packing.
+
+With `prefetch=0` the same happens without that thread. The calling thread reads, and begins to pack batch k + 2 just
+before it hands out batch k: the library's threads then pack while the caller dispatches step k.
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
@@ -17,7 +19,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,16 +72,39 @@ class LookAhead:
         return self.num_batches and max(self.num_batches, self.micro_batches)
 
 
-class _CallersThread(concurrent.futures.Executor):
-    """Runs each call at once, in the thread that submits it; Ctrl-C is not kept for later."""
+_Read = tuple[Packing, Any] | None
+"""A batch on its way to the devices, and the iterator's state after it; None: there is no further batch."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+class _Stages:
+    """A future that has no thread: whoever needs its result runs its stages. Ctrl-C is not kept for later."""
+
+    def __init__(self, stages: Generator[None, None, _Read]):
+        self._stages, self._result, self._error, self._is_done = stages, None, None, False
+        self.run_next()
+
+    def run_next(self) -> None:
+        """Runs up to the next yield, if there is one left."""
+        if self._is_done:
+            return
         try:
-            future.set_result(fn(*args, **kwargs))
+            next(self._stages)
+        except StopIteration as end:
+            self._result, self._is_done = end.value, True
         except Exception as error:
-            future.set_exception(error)
-        return future
+            self._error, self._is_done = error, True
+
+    def exception(self) -> BaseException | None:
+        """Runs all stages; returns what one of them raised."""
+        while not self._is_done:
+            self.run_next()
+        return self._error
+
+    def result(self) -> _Read:
+        """Runs all stages; returns their result."""
+        if error := self.exception():
+            raise error
+        return self._result
 
 
 class Pipeline:
@@ -99,7 +124,7 @@ class Pipeline:
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, or are packed; with the iterator's state after each.
-        self._packed: deque[concurrent.futures.Future[tuple[Packing, Any] | None]] = deque()
+        self._packed: deque[concurrent.futures.Future[_Read] | _Stages] = deque()
         # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
         # After a loop that breaks off a second one goes on with them.
         self._under_way: deque[tuple[Batch, Plan, Loads]] = deque()
@@ -107,9 +132,9 @@ class Pipeline:
         self._states: deque[Any] = deque()
         self._num_handed_out = 0
         self._state = self._state_of_batches()
-        self._is_read = False  # by the thread: there is nothing more to read, or reading failed
+        self._is_read = False  # nothing is read any more: there is no more, or reading failed, or the loop is over
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else _CallersThread()
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
 
@@ -132,7 +157,7 @@ class Pipeline:
             self._make_ready(1)
             while ready:
                 self._make_ready(1 + self._ahead.reach)
-                self._pack(self._prefetch)
+                self._pack(self._prefetch or PACKED_AHEAD)
                 batch, plan = ready.popleft()
                 plan = self._with_following(batch, plan)
                 self._state = self._states.popleft()
@@ -140,8 +165,9 @@ class Pipeline:
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
             self._is_read = True
-            concurrent.futures.wait(self._packed)
-            self._packed = deque(packed for packed in self._packed if packed.exception() or packed.result())
+            ended = [packed for packed in self._packed if packed.exception() or packed.result()]
+            self._packed.clear()
+            self._packed.extend(ended)
         if self._failed is not None:
             raise self._failed
 
@@ -180,31 +206,41 @@ class Pipeline:
         )
 
     def _pack(self, num_batches: int) -> None:
-        """Lets the thread read and pack until there are `num_batches` batches, or no more; waits for the first."""
-        while len(self._packed) < num_batches and not self._is_read:
-            self._packed.append(self._reader.submit(self._read_and_pack, current_settings()))
-        if self._packed:
-            self._packed[0].exception()
+        """Reads and packs until there are `num_batches` batches, or no more; waits for the first."""
+        packed = self._packed
+        while len(packed) < num_batches and not self._is_read:
+            if self._reader is not None:
+                packed.append(self._reader.submit(_run, self._read_and_pack(), current_settings()))
+                continue
+            if packed and isinstance(last := packed[-1], _Stages):
+                last.run_next()  # until it is packed, since the reader may fill its arrays again
+            packed.append(_Stages(self._read_and_pack()))
+        if packed:
+            packed[0].exception()
 
-    def _read_and_pack(self, settings: tuple | None) -> tuple[Packing, Any] | None:
-        """Returns the next batch and the iterator's state after it; None at the end. Runs in the reader's thread."""
+    def _read_and_pack(self) -> Generator[None, None, _Read]:
+        """Returns the next batch. While it is packed, there is other work to do, and so there is before it is sent."""
         if self._is_read:
             return None
+        packer = self._collection.packer
         try:
-            with contextlib.nullcontext() if settings is None else in_settings(settings):
-                raw = next(self._batches)
-                state = self._state_of_batches()
-                packing = self._collection.packer.begin(raw, self._pad_to)
+            raw = next(self._batches)
+            state = self._state_of_batches()
+            begun = packer.begin(raw, self._pad_to)
+            yield
+            packed = packer.complete(begun)
+            # The reader may fill its own arrays again before the batch is handed out.
+            copies = {name: np.array(value) for name, value in packed.rest.items() if isinstance(value, np.ndarray)}
+            if copies:
+                packed = dataclasses.replace(packed, rest=packed.rest | copies)
+            yield
+            return packer.send(packed), state
         except StopIteration:
             self._is_read = True
             return None
         except BaseException:
             self._is_read = True
             raise
-        # The reader may fill its own arrays again before the batch is handed out.
-        rest = packing.batch.rest.items()
-        rest = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in rest}
-        return packing._replace(batch=dataclasses.replace(packing.batch, rest=rest)), state
 
     def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan, Loads]]:
         """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
@@ -262,6 +298,12 @@ class Pipeline:
         size = max(least, rounded_capacity(int(load * HEADROOM)))
         self._in_use[s].add(size)
         return size
+
+
+def _run(stages: Generator[None, None, _Read], settings: tuple | None) -> _Read:
+    """Runs all stages in the reader's thread, in the settings of the caller's."""
+    with contextlib.nullcontext() if settings is None else in_settings(settings):
+        return _Stages(stages).result()
 
 
 def _is_in_one_round(plan: Plan) -> bool:

@@ -2,9 +2,10 @@
 // pack_cpu.cc, which Python calls by ctypes (jaxsok/kernels/pack.py), outside of any program.
 //
 // There are two passes. JaxsokPackBags turns the lengths or offsets of ragged features into int32 offsets, in place,
-// and returns where the keys of each shard's part begin; the sizes of the buffers follow from that. JaxsokPackKeys then
-// writes keys and weights into their places and fills the remainder with padding. Both check what they read. They
-// refuse bad data without the reason: the caller reads the batch again with NumPy, which raises the error.
+// and returns where the keys of each shard's part begin; the sizes of the buffers follow from that. The second pass
+// writes keys and weights into their places and fills the remainder with padding: JaxsokBeginKeys begins it and
+// returns, JaxsokEndKeys ends it. Both passes check what they read. They refuse bad data without the reason: the caller
+// reads the batch again with NumPy, which raises the error.
 #ifndef JAXSOK_KERNELS_PACK_H_
 #define JAXSOK_KERNELS_PACK_H_
 
@@ -70,9 +71,15 @@ int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays);
 /// length, offsets that decrease or do not begin at 0, an end after the keys. The output is undefined then.
 int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads);
 
-/// Writes keys and weights. Returns 0, or the number of a refused item, counted from 1: keys other than padding after
-/// the last bag, a weight that is not finite as a float, a bag of more than `square` keys.
-int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads);
+/// Begins to write keys and weights with up to `num_threads` threads, that of JaxsokEndKeys among them, and returns
+/// what that call takes, once. Until it returns, threads read and write all arrays of the items, but not `items`
+/// itself.
+void* JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads);
+
+/// Takes part in the writing and waits for its end. Returns 0, or the number of a refused item, counted from 1: keys
+/// other than padding after the last bag, a weight that is not finite as a float, a bag of more than `square` keys; and
+/// -1 in a process that was forked in between, since the threads are its parent's. The output is undefined then.
+int64_t JaxsokEndKeys(void* begun);
 }
 
 #endif  // JAXSOK_KERNELS_PACK_H_

@@ -3,16 +3,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "pack.h"
@@ -32,11 +35,55 @@ constexpr int64_t kWorkOfThread = 64 << 10;  // numbers that are worth waking a 
 
 // Threads -----------------------------------------------------------------------------------------------------
 
+/// Tasks that threads have begun or will begin, each of them once.
+class Job {
+ public:
+  /// `run` does a task, and returns 0 or the number of the item that it refuses.
+  Job(int64_t num_tasks, std::function<int64_t(int64_t)> run) : run_(std::move(run)), num_tasks_(num_tasks) {}
+
+  /// Does tasks until all have begun.
+  void Work() {
+    ExactFloats exact;
+    int64_t done = 0;
+    for (int64_t i; (i = next_.fetch_add(1)) < num_tasks_; ++done) MaxAtomically(&refused_, run_(i));
+    if (done == 0 || num_done_.fetch_add(done) + done < num_tasks_) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    ended_.notify_all();
+  }
+
+  /// Works too, waits for the other threads, and returns the largest number of an item that was refused, or 0. No
+  /// thread takes a task after that. A process that was forked since gets -1: the threads are its parent's.
+  int64_t End() {
+    if (process_ != getpid()) return -1;
+    Work();
+    const auto patience = std::chrono::steady_clock::now() + kPatience;
+    while (!IsDone() && std::chrono::steady_clock::now() < patience) std::this_thread::yield();
+    std::unique_lock<std::mutex> lock(mutex_);
+    ended_.wait(lock, [this] { return IsDone(); });
+    return refused_;
+  }
+
+ private:
+  /// The last tasks take some 50 us; to fall asleep and be woken can take longer.
+  static constexpr std::chrono::microseconds kPatience{100};
+
+  bool IsDone() const { return num_done_.load() == num_tasks_; }
+
+  const std::function<int64_t(int64_t)> run_;
+  const int64_t num_tasks_;
+  const pid_t process_ = getpid();
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> num_done_{0};
+  int64_t refused_ = 0;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+};
+
 /// Threads that wait for work, shared by all calls of the process.
 ///
-/// The caller of ParallelFor works too and waits only for tasks that have begun, so a call ends even if no thread could
-/// be started. Threads are never joined: they end with the process. A forked process has none of its parent's threads,
-/// so it gets its own pool.
+/// Who ends a job works too and waits only for tasks that have begun, so a call ends even if no thread could be
+/// started. Threads are never joined: they end with the process. A forked process has none of its parent's threads, so
+/// it gets its own pool.
 class Threads {
  public:
   static Threads& Get() {
@@ -50,47 +97,20 @@ class Threads {
     return *threads;
   }
 
-  void ParallelFor(int64_t num_tasks, int num_threads, const std::function<void(int64_t)>& task) {
-    auto job = std::make_shared<Job>(task, num_tasks);
-    const int64_t num_helpers = std::min<int64_t>(num_threads, num_tasks) - 1;
-    if (num_helpers > 0) {
+  /// Lets this number of threads work on a job, beside the one that ends it.
+  void Begin(const std::shared_ptr<Job>& job, int64_t num_helpers) {
+    {
       std::lock_guard<std::mutex> lock(mutex_);
       while (num_threads_ < num_helpers && Start()) {
       }
       for (int64_t i = 0; i < num_helpers; ++i) waiting_.push_back(job);
     }
     Wake(num_helpers);
-    job->Work();
-    job->Wait();
   }
 
  private:
-  struct Job {
-    Job(const std::function<void(int64_t)>& task, int64_t num_tasks) : task(task), num_tasks(num_tasks) {}
-
-    void Work() {
-      int64_t done = 0;
-      for (int64_t i; (i = next.fetch_add(1)) < num_tasks; ++done) task(i);
-      if (done == 0 || num_done.fetch_add(done) + done < num_tasks) return;
-      std::lock_guard<std::mutex> lock(mutex);
-      ended.notify_all();
-    }
-
-    void Wait() {
-      std::unique_lock<std::mutex> lock(mutex);
-      ended.wait(lock, [this] { return num_done.load() == num_tasks; });
-    }
-
-    const std::function<void(int64_t)>& task;  // alive until Wait returns; no thread takes a task after that
-    const int64_t num_tasks;
-    std::atomic<int64_t> next{0};
-    std::atomic<int64_t> num_done{0};
-    std::mutex mutex;
-    std::condition_variable ended;
-  };
-
-  /// Wakes two threads, each of which wakes two: a caller that woke all of them would start its own share late (7 us
-  /// for each). No job is forgotten: a thread looks for a job before it waits, and a thread that takes one wakes
+  /// Wakes two threads, each of which wakes two: a caller that woke all of them would go on with its own work late (7
+  /// us for each). No job is forgotten: a thread looks for a job before it waits, and a thread that takes one wakes
   /// others.
   void Wake(int64_t num_waiting) {
     for (int64_t i = 0; i < std::min<int64_t>(num_waiting, 2); ++i) came_.notify_one();
@@ -126,18 +146,14 @@ class Threads {
   int num_threads_ = 0;
 };
 
-class ThreadsOfCall final : public Executor {
- public:
-  explicit ThreadsOfCall(int num_threads) : num_threads_(num_threads) {}
-  int num_threads() const override { return num_threads_; }
-  void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
-    if (num_threads_ > 1 && num_tasks > 1) return Threads::Get().ParallelFor(num_tasks, num_threads_, task);
-    for (int64_t i = 0; i < num_tasks; ++i) task(i);
-  }
-
- private:
-  const int num_threads_;
-};
+/// Begins a job over `num_numbers` numbers in total, with up to `num_threads` threads, the one that ends it among them.
+std::shared_ptr<Job> Begin(int32_t num_threads, int64_t num_numbers, int64_t num_tasks,
+                           std::function<int64_t(int64_t)> run) {
+  auto job = std::make_shared<Job>(num_tasks, std::move(run));
+  const int64_t num_helpers = std::min({num_threads - int64_t{1}, num_numbers / kWorkOfThread, num_tasks - 1});
+  if (num_helpers > 0) Threads::Get().Begin(job, num_helpers);
+  return job;
+}
 
 // Numbers -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +270,7 @@ void CopyNumbers(Lines from, int64_t begin, int64_t end, To* to, const Write& wr
 
 /// The part of a feature that one shard gets.
 struct Part {
-  const PackKeys* item;
+  PackKeys item;
   int64_t number;  // of the item
   int64_t begin;   // among the keys of the feature
   int64_t end;
@@ -265,7 +281,7 @@ struct Part {
 };
 
 Part PartOf(const PackKeys& item, int64_t number, int64_t part) {
-  Part made = {&item, number, 0, 0, 0, item.packed + part * item.part_bytes, nullptr, nullptr};
+  Part made = {item, number, 0, 0, 0, item.packed + part * item.part_bytes, nullptr, nullptr};
   if (item.ends != nullptr) {
     made.begin = item.ends[part];
     made.end = item.ends[part + 1];
@@ -335,7 +351,7 @@ void StreamKeys(const PackKeys& item, int64_t begin, int64_t end, To* to) {
 /// Writes places `first` to `last` of a part.
 template <typename From, typename To>
 bool WritePlaces(const Part& part, int64_t first, int64_t last) {
-  const PackKeys& item = *part.item;
+  const PackKeys& item = part.item;
   To* to = reinterpret_cast<To*>(part.packed);
   const int64_t middle = std::clamp(part.end - part.begin, first, last);
   StreamKeys<From>(item, part.begin + first, part.begin + middle, to + first);
@@ -348,12 +364,12 @@ bool WritePlaces(const Part& part, int64_t first, int64_t last) {
 /// Writes bags `first` to `last` of a part, each `square` places wide.
 template <typename From, typename To>
 bool WriteSquare(const Part& part, int64_t first, int64_t last) {
-  const int64_t square = part.item->square;
+  const int64_t square = part.item.square;
   To* to = reinterpret_cast<To*>(part.packed) + first * square;
   for (int64_t bag = first; bag < last; ++bag, to += square) {
     const int64_t begin = part.begin + part.offsets[bag], end = part.begin + part.offsets[bag + 1];
     if (end - begin > square) return false;
-    CopyKeys<From>(*part.item, begin, end, to);
+    CopyKeys<From>(part.item, begin, end, to);
     std::fill(to + (end - begin), to + square, static_cast<To>(kPadding));
   }
   return true;
@@ -367,7 +383,7 @@ bool EndsWithPadding(const Part& part) {
   for (int64_t i = part.end, last = part.end + part.num_checked; i < last; i += kMost) {
     uint64_t keys[kMost];
     const int64_t num = std::min(kMost, last - i);
-    CopyKeys<From>(*part.item, i, i + num, keys);
+    CopyKeys<From>(part.item, i, i + num, keys);
     for (int64_t j = 0; j < num; ++j) all &= keys[j];
   }
   return all == kPadding;
@@ -381,7 +397,7 @@ struct Task {
 };
 
 bool DoTask(const Part& part, int64_t first, int64_t last) {
-  const PackKeys& item = *part.item;
+  const PackKeys& item = part.item;
   return WithInteger(item.type, [&](auto key) {
     using From = decltype(key);
     if (first == 0 && !EndsWithPadding<From>(part)) return false;
@@ -392,16 +408,6 @@ bool DoTask(const Part& part, int64_t first, int64_t last) {
     return item.is_narrow ? WritePlaces<From, uint32_t>(part, first, last)
                           : WritePlaces<From, uint64_t>(part, first, last);
   });
-}
-
-/// Runs tasks over `num_numbers` numbers in total; each returns 0, or the number of the item that it refuses. Returns
-/// the largest.
-template <typename Run>
-int64_t RunAll(int32_t num_threads, int64_t num_numbers, int64_t num_tasks, const Run& run) {
-  ThreadsOfCall threads(static_cast<int>(std::min<int64_t>(num_threads, 1 + num_numbers / kWorkOfThread)));
-  int64_t refused = 0;
-  RunTasks(&threads, num_tasks, [&](int64_t i) { MaxAtomically(&refused, run(i)); });
-  return refused;
 }
 
 }  // namespace
@@ -420,14 +426,15 @@ JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num
   using namespace jaxsok;
   int64_t num_bags = 0;
   for (int64_t i = 0; i < num_items; ++i) num_bags += items[i].num_bags;
-  return RunAll(num_threads, num_bags, num_items, [&](int64_t i) {
+  const auto run = [items](int64_t i) {
     const bool is_read =
         WithInteger(items[i].type, [&](auto number) { return WriteOffsets<decltype(number)>(items[i]); });
     return is_read ? 0 : i + 1;
-  });
+  };
+  return Begin(num_threads, num_bags, num_items, run)->End();
 }
 
-JAXSOK_VISIBLE int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads) {
+JAXSOK_VISIBLE void* JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads) {
   using namespace jaxsok;
   std::vector<Part> parts;
   std::vector<Task> tasks;
@@ -446,8 +453,15 @@ JAXSOK_VISIBLE int64_t JaxsokPackKeys(const jaxsok::PackKeys* items, int64_t num
       } while (first < size);
     }
   }
-  return RunAll(num_threads, num_keys, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
-    const Part& part = parts[tasks[t].part];
-    return DoTask(part, tasks[t].first, tasks[t].last) ? 0 : part.number;
-  });
+  const auto num_tasks = static_cast<int64_t>(tasks.size());
+  return new auto(
+      Begin(num_threads, num_keys, num_tasks, [parts = std::move(parts), tasks = std::move(tasks)](int64_t t) {
+        const Part& part = parts[tasks[t].part];
+        return DoTask(part, tasks[t].first, tasks[t].last) ? 0 : part.number;
+      }));
+}
+
+JAXSOK_VISIBLE int64_t JaxsokEndKeys(void* begun) {
+  const std::unique_ptr<std::shared_ptr<jaxsok::Job>> job(static_cast<std::shared_ptr<jaxsok::Job>*>(begun));
+  return (*job)->End();
 }

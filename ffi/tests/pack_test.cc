@@ -1,5 +1,5 @@
-// Packs with threads that many callers share: every place is written once, before the call returns, and any thread that
-// meets bad data reports it. Python tests the meaning; this test also serves the sanitizers.
+// Packs with threads that many callers share: every place is written once, before the call that ends it returns, and
+// any thread that meets bad data reports it. Python tests the meaning; this test also serves the sanitizers.
 #include "../kernels/pack.h"
 
 #include <algorithm>
@@ -15,6 +15,32 @@ namespace jaxsok {
 namespace {
 
 constexpr int64_t kParts = 3;
+
+int64_t PackOneItem(const PackKeys& item) { return JaxsokEndKeys(JaxsokBeginKeys(&item, 1, 4)); }
+
+/// Begins several jobs and ends them in another order: each writes its own output, whatever becomes of its items.
+void PackSeveral() {
+  constexpr int kJobs = 5;
+  constexpr int64_t kKeys = 300000;
+  std::vector<std::vector<int64_t>> keys(kJobs), packed(kJobs);
+  std::vector<void*> begun(kJobs);
+  for (int j = 0; j < kJobs; ++j) {
+    keys[j].assign(kKeys, j);
+    packed[j].assign(kKeys, -7);
+    PackKeys item = {};
+    item.keys = reinterpret_cast<const char*>(keys[j].data());
+    item.line_stride = item.key_stride = 8;
+    item.type = PackType::kI64;
+    item.width = item.num_parts = 1;
+    item.num_keys = item.size = kKeys;
+    item.packed = reinterpret_cast<char*>(packed[j].data());
+    begun[j] = JaxsokBeginKeys(&item, 1, 1 + j);
+  }
+  for (int j : {3, 0, 4, 1, 2}) {
+    JAXSOK_CHECK(JaxsokEndKeys(begun[j]) == 0);
+    JAXSOK_CHECK(packed[j] == keys[j]);
+  }
+}
 
 /// Packs ragged weighted keys for some parts, checks every place, then spoils a weight, a key and a length.
 void PackOften(uint64_t seed) {
@@ -77,7 +103,7 @@ void PackOften(uint64_t seed) {
                            nullptr,
                            bags_of_part,
                            0};
-    JAXSOK_CHECK_SEED(JaxsokPackKeys(&item, 1, 4) == 0, seed);
+    JAXSOK_CHECK_SEED(PackOneItem(item) == 0, seed);
     for (int64_t p = 0; p < kParts; ++p) {
       for (int64_t i = 0; i < size; ++i) {
         const bool is_real = i < ends[p + 1] - ends[p];
@@ -91,10 +117,10 @@ void PackOften(uint64_t seed) {
     }
     const int64_t bad = random.Below(static_cast<uint32_t>(num_used));
     weights[bad] = round % 2 ? std::nanf("") : -std::numeric_limits<float>::infinity();
-    JAXSOK_CHECK_SEED(JaxsokPackKeys(&item, 1, 4) == 1, seed);
+    JAXSOK_CHECK_SEED(PackOneItem(item) == 1, seed);
     weights[bad] = 1.5f;
     keys.back() = 5;
-    JAXSOK_CHECK_SEED(JaxsokPackKeys(&item, 1, 4) == (num_keys > num_used ? 1 : 0), seed);
+    JAXSOK_CHECK_SEED(PackOneItem(item) == (num_keys > num_used ? 1 : 0), seed);
     lengths[random.Below(static_cast<uint32_t>(num_bags))] = -1;
     JAXSOK_CHECK_SEED(JaxsokPackBags(&bags, 1, 4) == 1, seed);
   }
@@ -106,6 +132,7 @@ void PackOften(uint64_t seed) {
 int main() {
   std::vector<std::thread> callers;
   for (uint64_t seed = 1; seed <= 5; ++seed) callers.emplace_back(jaxsok::PackOften, seed);
+  jaxsok::PackSeveral();
   for (std::thread& caller : callers) caller.join();
   return jaxsok::Finish("pack_test");
 }

@@ -41,4 +41,5 @@ class PackBatch(grain.transforms.Map):
     def map(self, raw: Mapping[str, Any]) -> HostBatch | Mapping[str, Any]:
         """Packs a raw batch; errors are those of `collection.batch`, but are left to it where data are refused."""
         is_split = self._packer.is_split
-        return self._packer.pack(raw, self._packer.resolve(raw, self._pad_to, is_split), is_split)
+        begun = self._packer.start(raw, self._packer.resolve(raw, self._pad_to, is_split), is_split)
+        return begun.wait() or begun.raw

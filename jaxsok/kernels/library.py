@@ -104,7 +104,7 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
         "JaxsokBringWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
-        "JaxsokPackKeys": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
+        "JaxsokEndKeys": (ctypes.c_void_p,),
     }.items():
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, argument_types

@@ -1,14 +1,16 @@
 """The door to packing on the host (ffi/kernels/pack.h): functions of the CPU library that ctypes calls.
 
 They run on threads of the library without the interpreter's lock, on the arrays whose addresses they get. The caller
-keeps these arrays alive and answers for addresses, strides and sizes.
+answers for addresses, strides and sizes, and keeps the arrays alive, except those that a `KeysJob` keeps.
 """
 
 import ctypes
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,11 +45,17 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., int], ...]:
+def _functions() -> tuple[Callable[..., Any], ...]:
     loaded = library.load_cpu()
     # With the interpreter's lock: another thread that got it in so short a call might keep it for milliseconds.
     read = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    return loaded.JaxsokPackBags, loaded.JaxsokPackKeys, read(("JaxsokPackAddresses", loaded))
+    begin = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+    return (
+        read(("JaxsokPackAddresses", loaded)),
+        loaded.JaxsokPackBags,
+        begin(("JaxsokBeginKeys", loaded)),
+        loaded.JaxsokEndKeys,
+    )
 
 
 def is_available() -> bool:
@@ -63,15 +71,30 @@ def addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Returns where the elements of arrays begin, in a third of the time of `__array_interface__`."""
     structs = list(map(_struct_of, arrays))
     pointers = np.array(list(map(_pointer_of, structs, itertools.repeat(None))), np.int64)
-    _functions()[2](pointers.ctypes.data, len(structs))
+    _functions()[0](pointers.ctypes.data, len(structs))
     return pointers
 
 
 def pack_bags(items: np.ndarray, num_threads: int) -> bool:
     """Writes offsets and ends of ragged features, given as `BAGS`; returns False where the data are refused."""
-    return _functions()[0](items.ctypes.data, len(items), num_threads) == 0
-
-
-def pack_keys(items: np.ndarray, num_threads: int) -> bool:
-    """Writes keys and weights of features, given as `KEYS`; returns False where the data are refused."""
     return _functions()[1](items.ctypes.data, len(items), num_threads) == 0
+
+
+class KeysJob:
+    """Keys and weights of features, given as `KEYS`, that the library's threads write from now on.
+
+    It keeps the arrays that they read and write alive, and the end of the job is waited for when nothing refers to it
+    any more. With one thread the work is done in `wait`.
+    """
+
+    def __init__(self, items: np.ndarray, num_threads: int, arrays: Any):
+        begun = _functions()[2](items.ctypes.data, len(items), num_threads)
+        self._end = weakref.finalize(self, _end_keys, begun, arrays)
+
+    def wait(self) -> bool:
+        """Waits, once, and works too; returns False where the data are refused."""
+        return self._end() == 0
+
+
+def _end_keys(begun: int, arrays: Any) -> int:
+    return _functions()[3](begun)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+import weakref
 from typing import Any
 
 import jax
@@ -169,9 +170,8 @@ def both(collection, raw, pad_to, is_narrow=None):
         want = packer.pack_by_numpy(raw, pad_to, is_split)
     except (TypeError, ValueError) as error:
         want = error
-    packed = packer.pack_by_threads(raw, pad_to, is_split)
-    packing = None if packed is None else packer.send(packed, pad_to)
-    return packing and packer.finish(packing), want
+    packed = packer.start_checked(raw, pad_to, is_split).wait()
+    return packed and packer.finish(packer.send(packed)), want
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -616,7 +616,7 @@ def test_without_the_library_numpy_packs(monkeypatch):
     kernel._functions.cache_clear()
     try:
         assert not kernel.is_available()
-        assert collection.packer.pack_by_threads(raw, None, False) is None
+        assert collection.packer.start_checked(raw, None, False).wait() is None
         same(collection.batch(raw).features, want.features)
     finally:
         monkeypatch.undo()
@@ -817,9 +817,72 @@ def test_a_forked_process_packs_with_threads_of_its_own():
     item = (*of_keys, 0, 1, 0, 300_000, packed.ctypes.data, *[0] * 9)
     child = os.fork()
     if child == 0:
-        is_right = kernel.pack_keys(np.array([item], kernel.KEYS), 4) and (packed == keys).all()
+        is_right = kernel.KeysJob(np.array([item], kernel.KEYS), 4, ()).wait() and (packed == keys).all()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Batches that are packed while their caller does other work
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_batches_are_completed_in_any_order(num_shards, num_threads):
+    """Each holds its own keys, and raises its own error, however many are being packed."""
+    collection = declare(("single_weighted", "ragged"), num_shards)
+    packer = collection.packer
+    packer.num_threads = num_threads
+
+    def raw(i):
+        keys = np.arange(80_000) + 10**6 * i
+        weights = np.full(len(keys), np.nan if i == 3 else i, np.float32)
+        return {"0 single_weighted": BAGS(keys, weights=weights), "1 ragged": BAGS(keys, lengths=np.ones(80_000, int))}
+
+    want = collection.batch(raw(1))
+    begun = [packer.begin(raw(i), None) for i in range(6)]  # nothing else refers to these arrays
+    for i in (4, 0, 3, 5, 1, 2):
+        if i == 3:
+            with pytest.raises(ValueError, match='"0 single_weighted": weights: got infinite or NaN'):
+                packer.complete(begun[i])
+            continue
+        got = packer.finish(packer.send(packer.complete(begun[i])))
+        assert keys_of(got.features.keys("0 single_weighted")) == (np.arange(80_000) + 10**6 * i).tolist()
+        assert set(weights_of(got.features, "0 single_weighted")) == {i}
+        if i == 1:
+            same(got.features, want.features)
+
+
+def test_a_batch_that_nobody_completes():
+    """The arrays that threads read are kept until they have ended, and not longer."""
+    collection = declare(("single",), None)
+    packer = collection.packer
+    packer.num_threads = 4
+    collection.batch({"0 single": np.arange(400_000)})
+    for i in range(20):
+        keys = np.arange(400_000) + i
+        is_alive = weakref.ref(keys)
+        begun = packer.begin({"0 single": keys}, None)
+        job = begun.job
+        del begun, keys
+        assert is_alive() is not None
+        if i % 2:
+            assert job.wait()
+        del job
+        assert is_alive() is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent():
+    """What the parent has begun is refused in the child, which may pack it itself."""
+    collection = declare(("single",), None)
+    collection.packer.num_threads = 4
+    begun = collection.packer.begin({"0 single": np.arange(3_000_000)}, None)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if begun.wait() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert begun.wait() is not None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -853,8 +916,9 @@ def test_32_bits_travel():
     collection = declare(("single", "ragged"), None)
     raw = {"0 single": np.array([-2, -1, 5, 2**31 - 1], np.int32), "1 ragged": BAGS(KEYS, lengths=[3, 3, 2, 0])}
     raw["1 ragged"] = dataclasses.replace(raw["1 ragged"], keys=KEYS.astype(np.uint32))
-    packing = collection.packer.begin(raw, None)
+    packer = collection.packer
+    packing = packer.send(packer.complete(packer.begin(raw, None)))
     assert [store.keys.ndim for store in packing.batch.features.stores if store.layouts] == [1]
-    got = collection.packer.finish(packing).features
+    got = packer.finish(packing).features
     assert keys_of(got.keys("0 single")) == [2**64 - 2, PADDING, 5, 2**31 - 1]
     assert keys_of(got.keys("1 ragged")) == KEYS.tolist()

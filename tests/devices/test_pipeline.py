@@ -112,8 +112,8 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
 @pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
 @pytest.mark.parametrize(("num_shards", "num_plans"), [(NUM_SHARDS, PLANS_AHEAD), (1, 0), (None, 0)])
 def test_the_next_batches_are_under_way_before_the_step(num_shards, num_plans, prefetch):
-    """When batch k is handed out, its followers have been drawn and packed; a thread reads those to prefetch."""
-    num_ahead = num_plans + prefetch
+    """When batch k is handed out, its followers have been drawn; by a thread, or without one no fewer."""
+    num_ahead = num_plans + PACKED_AHEAD
     drawn = []
 
     def raws():
@@ -128,8 +128,40 @@ def test_the_next_batches_are_under_way_before_the_step(num_shards, num_plans, p
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
-def test_a_reader_may_use_its_arrays_again(num_shards):
-    """A raw batch is fully read before the next one is requested, although another thread packs."""
+def test_without_a_thread_batches_are_packed_while_steps_are_dispatched(num_shards, monkeypatch):
+    """The batch behind the next one is packed during the step; it begins before the next one is sent, not after."""
+    declared, events = collection(num_shards), []
+    packer = declared.packer
+
+    def note(name, method):
+        def call(*args):
+            events.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(packer, name, call)
+
+    for name in ("begin", "complete", "send"):
+        note(name, getattr(packer, name))
+
+    def raws():
+        for step in range(8):
+            events.append("read")
+            yield even(step)
+
+    seen = []
+    for _ in declared.pipeline(raws(), prefetch=0):
+        seen.append(events.copy())
+        events.clear()
+        events.append("step")
+    num_ahead = PACKED_AHEAD + (PLANS_AHEAD if num_shards else 0)
+    assert seen[1 : 8 - num_ahead] == [["step", "complete", "read", "begin", "send"]] * (7 - num_ahead)
+    assert seen[8 - num_ahead :] == [["step", "complete", "send"]] + [["step"]] * (num_ahead - 1)
+
+
+@pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_a_reader_may_use_its_arrays_again(num_shards, prefetch):
+    """A raw batch is fully read before the next one is requested, although other threads pack."""
     keys, label = np.empty(40_000, np.int64), np.empty(40_000, np.float32)
 
     def raws():
@@ -144,13 +176,14 @@ def test_a_reader_may_use_its_arrays_again(num_shards):
     )
     read = [
         (set(np.asarray(b.features.keys("user"))[:, 0]), set(np.asarray(b["label"])))
-        for b, _ in declared.pipeline(raws())
+        for b, _ in declared.pipeline(raws(), prefetch=prefetch)
     ]
     assert read == [({i}, {i}) for i in range(12)]
 
 
+@pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
-def test_nothing_reads_the_iterator_after_a_break(num_shards):
+def test_nothing_reads_the_iterator_after_a_break(num_shards, prefetch):
     """The caller has the reader back, which continues where the pipeline stopped reading."""
     running, steps = [], iter(range(100))
 
@@ -162,7 +195,7 @@ def test_nothing_reads_the_iterator_after_a_break(num_shards):
             yield even(step)
 
     reader = raws()
-    for _ in collection(num_shards).pipeline(reader):
+    for _ in collection(num_shards).pipeline(reader, prefetch=prefetch):
         break
     assert not running
     time.sleep(0.05)
@@ -285,6 +318,20 @@ def test_a_step_compiles_once_for_each_combination_of_capacities():
         combinations.add(tuple(asked and asked.send_capacity for asked in plan.asked))
         _, state, _ = step(state, plan)
     assert step._cache_size() == len(combinations)
+
+
+@pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_what_threads_refuse_is_raised_in_its_turn(num_shards, prefetch):
+    """Keys that only their reading shows to be bad: NumPy's message, after the batches before; then reading stopped."""
+    keys, ones = np.arange(NUM_SAMPLES), np.ones(NUM_SAMPLES, int)
+    good = {"user": keys, "ad": jaxsok.Bags(keys, lengths=ones)}
+    bad = {"user": keys, "ad": jaxsok.Bags(keys, lengths=np.where(keys < 5, ones, 0))}
+    raws, seen = iter([good, good, good, bad, good, good]), []
+    with pytest.raises(ValueError, match=f'"ad": lengths: got an end at 5 of {NUM_SAMPLES} keys'):
+        for batch, _ in collection(num_shards).pipeline(raws, prefetch=prefetch):
+            seen.append(batch)
+    assert len(seen) == 3 and len(list(raws)) == 2
 
 
 def test_batches_before_a_bad_one_are_handed_out():
