@@ -9,8 +9,9 @@ Last result: 2026-11-23, H200, 16 cores (docs/performance.md): 8 threads pack W1
           take 1.17 and 1.15 times those on batches packed before, and 1.63 and 1.30 times on a slower host. W5's
           were timed while memory was still being pinned; in longer runs 8 threads hide its input, and not W1's.
 
-"Packed" is the time of `collection.batch`, which on a GPU does not wait for its copy. "Fed" takes raw batches through
-`collection.pipeline`, one after the other.
+"Packed" is the time of `collection.batch`, which on a GPU does not wait for its copy; with int32 keys it includes the
+dispatch of the program that widens them. "Fed" takes raw batches through `collection.pipeline`, one after the other:
+by the thread that it has by default, and with `prefetch=0`.
 """
 
 import concurrent.futures
@@ -36,6 +37,9 @@ WORKLOADS = ("W1", "W5")
 
 THREADS = (1, 2, 4, 8, 16, 32)
 """Numbers of threads, up to the cores of the host."""
+
+FED: dict[str, dict[str, int]] = {"fed": {}, "fed, prefetch=0": {"prefetch": 0}}
+"""Options of the pipeline by variant of the fed step."""
 
 _WARM_UP_STEPS = 64
 """Fed steps before any is timed, on a GPU: the first sixty of W5 took longer, while further memory was pinned."""
@@ -154,7 +158,7 @@ def _measure_link(given: _Input, num_bytes: int, packer: Any, dtype: str) -> Non
 
 
 def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
-    """Measures a step on batches that were packed before, and a step fed from raw batches."""
+    """Measures a step on batches that were packed before, and steps fed from raw batches."""
     filled = fill.fill_tables(given.workload, given.workload.runs[0].optimizer)
     collection = given.collection(filled.collection.tables)
     num_bytes = 8 * given.workload.num_keys
@@ -165,19 +169,20 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
         packed = seen.measure(records.STEP, sets, given.protocol)
         given.add(records.STEP, "jaxsok", packed, "packed before", 0, optimizer=seen.optimizer)
 
-        pipeline = iter(collection.pipeline(itertools.cycle(raws)))  # one for all, so batches ahead are packed once
+        for variant, options in FED.items():
+            pipeline = iter(collection.pipeline(itertools.cycle(raws), **options))  # batches ahead are packed once
 
-        def steps(count: int) -> float:
-            outputs = None
-            begin = time.perf_counter()
-            for batch, _ in itertools.islice(pipeline, count):
-                seen.state, outputs = seen.programs[records.STEP].run(seen.state, (batch.features, gradients))
-            jax.block_until_ready((seen.state, outputs))
-            return time.perf_counter() - begin
+            def steps(count: int, pipeline: Any = pipeline) -> float:
+                outputs = None
+                begin = time.perf_counter()
+                for batch, _ in itertools.islice(pipeline, count):
+                    seen.state, outputs = seen.programs[records.STEP].run(seen.state, (batch.features, gradients))
+                jax.block_until_ready((seen.state, outputs))
+                return time.perf_counter() - begin
 
-        steps(_WARM_UP_STEPS if jax.default_backend() == "gpu" else 3)
-        count = max(10, given.protocol.dispatches(packed.ms * 1e-3))
-        times = [steps(count) * 1e3 / count for _ in range(given.protocol.affordable(packed.ms * 1e-3))]
-        pipeline.close()
-        timing = summary(times, count)
-        given.add(records.STEP, "jaxsok", timing, "fed", num_bytes, optimizer=seen.optimizer, limit_ms=packed.ms)
+            steps(_WARM_UP_STEPS if jax.default_backend() == "gpu" else 3)
+            count = max(10, given.protocol.dispatches(packed.ms * 1e-3))
+            times = [steps(count) * 1e3 / count for _ in range(given.protocol.affordable(packed.ms * 1e-3))]
+            pipeline.close()
+            timing = summary(times, count)
+            given.add(records.STEP, "jaxsok", timing, variant, num_bytes, optimizer=seen.optimizer, limit_ms=packed.ms)

@@ -284,9 +284,10 @@ class Collection:
           staleness: d: the next d batches are looked up before the updates between them, so that the rows of a batch
             miss d updates (fewer for the first batches, and after `drain`). It includes lookahead.
           micro_batches: how many batches one update takes, where there are lookups ahead.
-          prefetch: batches that a thread reads and packs further ahead. 0: the calling thread does so when their turn
-            comes. Threads that wake each other cost 0.1 to 0.3 ms a batch (docs/results/many_gpus.md); without them the
-            devices wait for the copy of each batch, which was not measured. Try it where batches are small.
+          prefetch: batches that a thread reads and packs further ahead. 0: no thread. The calling thread then reads two
+            batches ahead, and the library's threads pack the second of them while it dispatches a step. Python threads
+            that wait for each other cost 0.1 to 0.3 ms a batch (docs/results/many_gpus.md): try 0 where steps take
+            about a millisecond and the next raw batch is there when it is asked for.
 
         Returns:
           An iterator. Its `get_state()` is that of a Grain iterator as it was after the batch handed out last.
