@@ -440,14 +440,14 @@ class Peer:
         if mode == "none":
             return mode
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # It would go on without compiling, and not fail.
-        trial = copy.deepcopy(dense)
-        trial.compile(mode=mode, dynamic=False, fullgraph=True)
-        # DistributedModelParallel replicates with these settings; they decide into which graphs the model is split.
-        replicated = DistributedDataParallel(
-            trial, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
-        )
         why = ""
         try:
+            trial = copy.deepcopy(dense)
+            trial.compile(mode=mode, dynamic=False, fullgraph=True)
+            # DistributedModelParallel replicates with these settings; they decide how the model is split into graphs.
+            replicated = DistributedDataParallel(
+                trial, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+            )
             for _ in range(2):
                 replicated(*inputs).backward()
             self.wait()
@@ -822,7 +822,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         setattr(options, name, chosen)
     names = [part.strip() for part in options.workloads.split(",") if part.strip()]
     others = ",".join(name for name in names if name != "dcnv2")
-    options.workloads = (workloads.select(others) if others else []) + [DCNV2] * ("dcnv2" in names)
+    options.workloads = [*(workloads.select(others) if others else ()), *([DCNV2] if "dcnv2" in names else ())]
     options.keys = [part.strip() for part in options.keys.split(",") if part.strip()]
     return options
 
