@@ -727,12 +727,13 @@ DCNV2_COLUMNS = (
 
 
 def dcnv2_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Lists training from files, and its parts."""
+    """Lists training from files, its parts, and TorchRec's step on batches that were made before."""
     return [
         (
             record.distribution,
             f"{record.notes['num_devices']}",
-            ", ".join(part for part in (_what(record), record.variant) if part),
+            ("" if record.subject == "jaxsok" else f"{record.subject} ")
+            + ", ".join(part for part in (_what(record), record.variant) if part),
             record.notes["rows"],
             record.notes["wire"],
             f"{record.num_unique:,}",

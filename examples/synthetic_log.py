@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
+from synthetic_bags import BAG_SIZES, TABLE_ROWS, draw_bags, mix, power_law_ranks
 
 from jaxsok.data.criteo import COLUMN_NAMES, MISSING_KEY, NUM_CATEGORIES, NUM_INTEGERS
 
@@ -20,15 +21,6 @@ CARDINALITIES = (
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
 """Distinct keys of C1 … C26 in Kaggle's train.txt."""
-
-BAG_TABLE_ROWS = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
-    2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-"""Rows of the table of each category in MLPerf's DLRM-DCNv2."""
-
-BAG_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-"""Keys of a sample in each category there."""
 
 DAY_SAMPLES = 1 << 18
 """Samples of the files of a day: whole batches of any power of two up to this."""
@@ -40,10 +32,8 @@ _MISSING_CATEGORIES = (
 )  # fmt: skip
 # The shares of missing values follow Kaggle's train.txt.
 
-_EXPONENT = 1.05  # the power law of keys in recommender logs; the same as the Zipf workloads of the benchmarks
 _CHUNK_ROWS = 1 << 16
 _LOG_VERSION = 1  # part of the name of a cached log: raise it when the same seed gives other rows
-_PIECE_KEYS = 1 << 18  # keys that one thread works on at once: they stay in its cache
 
 _KEY_EFFECT = 0.25  # standard deviation of what one category adds to the logit
 _PAIRS = ((0, 13), (4, 8), (5, 16), (7, 22))  # columns of few keys whose products count: what a dot interaction finds
@@ -111,7 +101,7 @@ def write_bags(
     num_rows: int,
     seed: int = 0,
     *,
-    table_rows: Sequence[int] = BAG_TABLE_ROWS,
+    table_rows: Sequence[int] = TABLE_ROWS,
     bag_sizes: Sequence[int] = BAG_SIZES,
     is_uniform: bool = False,
     num_threads: int | None = None,
@@ -120,9 +110,9 @@ def write_bags(
 
     A sample has one key for each category, by a power law over all rows of its table. This key and the keys that belong
     to it are the bag: they are drawn once, uniformly over the table, and so a bag comes back whenever its first key
-    does. (`bag_of` computes them from the key; nothing is stored.) With `is_uniform` every key of every bag is drawn by
-    itself. A label is 1 with the probability sigmoid(`planted_logit`) of the first keys. The same arguments write the
-    same bytes, whatever the number of threads.
+    does (`synthetic_bags`). With `is_uniform` every key of every bag is drawn by itself. A label is 1 with the
+    probability sigmoid(`planted_logit`) of the first keys. The same arguments write the same bytes, whatever the number
+    of threads.
 
     Each `DAY_SAMPLES` samples are the files of a day: `day_0_labels.npy`, `day_0_dense.npy` (float32 [n, 13]) and
     `day_0_sparse_multi_hot.npz` (int32 [n, bag size] for each category). The folder appears when it is complete.
@@ -172,7 +162,7 @@ def cached_bags(
     seed: int = 0,
     cache_dir: str | os.PathLike | None = None,
     *,
-    table_rows: Sequence[int] = BAG_TABLE_ROWS,
+    table_rows: Sequence[int] = TABLE_ROWS,
     bag_sizes: Sequence[int] = BAG_SIZES,
     is_uniform: bool = False,
 ) -> pathlib.Path:
@@ -194,25 +184,6 @@ def cached_bags(
     return folder
 
 
-def bag_of(first_keys: np.ndarray, category: int, table_rows: int, bag_size: int) -> np.ndarray:
-    """Gives the bag that belongs to each key: the key, and keys drawn by a hash of category, key and place.
-
-    Args:
-      first_keys: integers [n], below `table_rows`.
-      category: its number from 0.
-      table_rows: all keys are below this, which is at most 2**31.
-      bag_size: keys of a bag.
-
-    Returns:
-      int32 [n, bag_size].
-    """
-    places = first_keys.astype(np.uint32)[:, None] * np.uint32(bag_size) + np.arange(bag_size, dtype=np.uint32)
-    hashes = _mix(places ^ np.uint32(0x9E3779B9 * (category + 1) % 2**32)).astype(np.uint64)
-    bags = ((hashes * np.uint64(table_rows)) >> np.uint64(32)).astype(np.int32)
-    bags[:, 0] = first_keys
-    return bags
-
-
 def planted_logit(integers: np.ndarray, categories: np.ndarray) -> np.ndarray:
     """Gives the logit from which the label of a synthetic row was drawn: the best that any model can know.
 
@@ -230,7 +201,7 @@ def planted_logit(integers: np.ndarray, categories: np.ndarray) -> np.ndarray:
     signs = {}
     for column in range(NUM_CATEGORIES):
         keys = categories[:, column]
-        hashes = _mix(keys.astype(np.uint32) ^ np.uint32(0x9E3779B9 * (column + 1) % 2**32))
+        hashes = mix(keys.astype(np.uint32) ^ np.uint32(0x9E3779B9 * (column + 1) % 2**32))
         uniform = hashes * 2.0**-32 - 0.5
         is_present = keys != MISSING_KEY
         logit += is_present * uniform * (np.sqrt(12) * _KEY_EFFECT)
@@ -240,21 +211,6 @@ def planted_logit(integers: np.ndarray, categories: np.ndarray) -> np.ndarray:
         logit += _PAIR_EFFECT * signs[left] * signs[right]
     signs_of_integers = 1 - 2 * (np.arange(NUM_INTEGERS) % 2)
     return logit + integers @ (_INTEGER_EFFECT * signs_of_integers)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Murmur3's finalizer: a bijection of 32 bits, so that distinct ranks are distinct keys."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-def _power_law_ranks(rng: np.random.Generator, num_rows: int, cardinality: int) -> np.ndarray:
-    """Ranks from 0 to cardinality - 1, r with a chance near (r + 1)**-_EXPONENT: by the inverse of its integral."""
-    power = 1.0 - _EXPONENT
-    top = (cardinality + 1.0) ** power
-    ranks = ((top - 1.0) * rng.random(num_rows) + 1.0) ** (1.0 / power)
-    return np.minimum(ranks.astype(np.uint32) - 1, cardinality - 1).astype(np.uint32)
 
 
 def _draw_integers(rng: np.random.Generator, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -285,16 +241,8 @@ def _write_day(
     firsts = np.empty((NUM_CATEGORIES, num_rows), np.int64)
     bags = {}
     for i, (rows, size) in enumerate(zip(table_rows, bag_sizes, strict=True)):
-        if is_uniform:
-            bags[str(i)] = rng.integers(0, rows, (num_rows, size), dtype=np.int32)
-            firsts[i] = bags[str(i)][:, 0]
-            continue
-        # A prime scatters the ranks over the table: frequent keys are not neighbours.
-        firsts[i] = _power_law_ranks(rng, num_rows, rows).astype(np.int64) * 2654435761 % rows
-        bags[str(i)] = np.empty((num_rows, size), np.int32)
-        step = max(1, _PIECE_KEYS // size)
-        for start in range(0, num_rows, step):
-            bags[str(i)][start : start + step] = bag_of(firsts[i, start : start + step], i, rows, size)
+        bags[str(i)] = draw_bags(rng, num_rows, i, rows, size, is_uniform=is_uniform)
+        firsts[i] = bags[str(i)][:, 0]
     _, _, integers = _draw_integers(rng, num_rows)
     label = _draw_labels(rng, integers, firsts.T)
     np.save(folder / f"day_{day}_labels.npy", label.astype(np.int32)[:, None])
@@ -306,8 +254,8 @@ def _write_chunk(file: io.BufferedIOBase, rng: np.random.Generator, num_rows: in
     raw, is_missing, integers = _draw_integers(rng, num_rows)
     keys = np.empty((NUM_CATEGORIES, num_rows), np.int64)
     for i in range(NUM_CATEGORIES):
-        ranks = _power_law_ranks(rng, num_rows, min(CARDINALITIES[i], max_cardinality))
-        keys[i] = _mix(ranks + np.uint32(i << 25))
+        ranks = power_law_ranks(rng, num_rows, min(CARDINALITIES[i], max_cardinality))
+        keys[i] = mix(ranks + np.uint32(i << 25))
         keys[i, rng.random(num_rows) < _MISSING_CATEGORIES[i]] = MISSING_KEY
     label = _draw_labels(rng, integers, keys.T)
     columns = [pa.array(label.astype(np.int8))]

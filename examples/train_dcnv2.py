@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import synthetic_bags
 import synthetic_log
 import training
 from flax import nnx
@@ -49,8 +50,6 @@ OPTIMIZERS = {
 }
 
 _DENSE_EPS = 1e-20  # the reference (torch) adds 1e-10 to the root
-
-_FEWEST_ROWS = 16  # of a table that is scaled down, unless it has fewer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +95,10 @@ class Config(click_training.Config):
     @property
     def table_rows(self) -> dict[str, int]:
         """The rows of each table."""
-        rows = [max(min(full, _FEWEST_ROWS), round(full * self.scale)) for full in synthetic_log.BAG_TABLE_ROWS]
-        return dict(zip(criteo.CATEGORY_NAMES, rows, strict=True))
+        return dict(zip(criteo.CATEGORY_NAMES, synthetic_bags.scale_rows(self.scale), strict=True))
 
 
-BAG_SIZES = dict(zip(criteo.CATEGORY_NAMES, synthetic_log.BAG_SIZES, strict=True))
+BAG_SIZES = dict(zip(criteo.CATEGORY_NAMES, synthetic_bags.BAG_SIZES, strict=True))
 """Keys of a sample in each category of the synthetic files."""
 
 

@@ -398,20 +398,40 @@ def test_what_fbgemm_wrote_of_its_cache_becomes_records(monkeypatch, tmp_path):
     assert measure.measure_fbgemm_cache(run.parse(["--only", "http"]))["why"] == "not asked for"
 
 
-@pytest.mark.slow
-def test_what_torchrec_wrote_becomes_records(tmp_path):
-    """Two processes on a CPU measure each sharding, both wires, and the pipeline."""
+def _records_of_torchrec(out: pathlib.Path, options: str) -> list[records.Record]:
+    """Runs the peer with two processes on a CPU."""
     pytest.importorskip("torchrec")
-    out = tmp_path / "torchrec.jsonl"
     program = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.torchrec_peer"]
-    options = "--workloads M1 --parts tables --keys uniform --scale 0.001 --repetitions 3 --warmups 1 --batch-s 0.01"
     command = [sys.executable, "-m", *program, *options.split(), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    found = [records.Record(**line | {"timing": timing.Timing(**line["timing"])}) for line in lines]
+    return [records.Record(**line | {"timing": timing.Timing(**line["timing"])}) for line in lines]
+
+
+@pytest.mark.slow
+def test_what_torchrec_wrote_becomes_records(tmp_path):
+    """Each sharding, both wires, and the pipeline."""
+    options = "--workloads M1 --parts tables --keys uniform --scale 0.001 --repetitions 3 --warmups 1 --batch-s 0.01"
+    found = _records_of_torchrec(tmp_path / "torchrec.jsonl", options)
     named = {(record.what, record.notes["program"], record.notes["sharding"], record.notes["wire"]) for record in found}
     assert len(named) == len(found) == 3 * 3 * 2
     assert all(record.subject == "torchrec" and record.num_devices == 2 and record.timing.ms > 0 for record in found)
+
+
+@pytest.mark.slow
+def test_torchrec_trains_dcnv2(tmp_path):
+    """Its records are rows of the table of DLRM-DCNv2, next to those of jaxsok."""
+    options = "--workloads dcnv2 --parts dlrm --keys zipf1.05 --shardings planner --wires float32 --compile-mode none"
+    options += " --scale 0.0005 --num-key-sets 2 --repetitions 2 --warmups 1 --batch-s 0.01 --key-dtypes int64,int32"
+    found = _records_of_torchrec(tmp_path / "torchrec.jsonl", options)
+    rows = [dict(zip(tables.DCNV2_COLUMNS, row, strict=True)) for row in tables.dcnv2_rows(found)]
+    assert [row["what"] for row in rows] == [
+        f"torchrec DLRM step, adagrad, {program} planner{keys}"
+        for keys in ("", " int32 keys")
+        for program in ("plain", "pipelined")
+    ]
+    assert all(record.part == "dcnv2" and record.num_keys == 256 * 214 for record in found)
+    assert not tables.exchange_rows(found, is_full_size=False)
 
 
 def test_benchmarks_need_no_library_of_readers():

@@ -17,6 +17,7 @@ from running import run_program
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import synthetic_bags  # noqa: E402
 import synthetic_log  # noqa: E402
 import train_dcnv2  # noqa: E402
 import training  # noqa: E402
@@ -92,16 +93,16 @@ def _bag(key: int, category: int, rows: int, size: int) -> list[int]:
 @pytest.mark.parametrize(("rows", "size"), [(40_000_000, 100), (40_000_000, 3), (3, 1), (155, 5)])
 def test_a_bag_is_a_function_of_its_first_key(rows, size):
     keys = np.array([0, 1, 2, rows - 1, rows // 2])
-    got = synthetic_log.bag_of(keys, 20, rows, size)
+    got = synthetic_bags.bag_of(keys, 20, rows, size)
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, [_bag(int(key), 20, rows, size) for key in keys])
 
 
 def test_keys_of_bags_are_uniform_over_the_table():
-    bags = synthetic_log.bag_of(np.arange(50_000), 3, 50_000, 9)[:, 1:]
+    bags = synthetic_bags.bag_of(np.arange(50_000), 3, 50_000, 9)[:, 1:]
     counts = np.histogram(bags, bins=100, range=(0, 50_000))[0]
     assert np.abs(counts - bags.size / 100).max() < 5 * np.sqrt(bags.size / 100)  # five deviations of a Poisson count
-    other = synthetic_log.bag_of(np.arange(50_000), 4, 50_000, 9)[:, 1:]
+    other = synthetic_bags.bag_of(np.arange(50_000), 4, 50_000, 9)[:, 1:]
     assert (bags == other).mean() < 1e-3, "another category has other bags"
 
 
