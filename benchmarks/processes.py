@@ -10,9 +10,9 @@ Last result: docs/results/many_gpus.md, "Four H100s".
 
 Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
 number of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
-*pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand; *forward*: an
-evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`; *DLRM*: the step of `dlrm.py`,
-pipelined.
+*pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand; *fed*: the same
+from a reader's batches, which are packed meanwhile; *forward*: an evaluation lookup with its plan ready, next to that
+of a row-sharded `jnp.take`; *DLRM*: the step of `dlrm.py`, pipelined.
 """
 
 import argparse
@@ -97,8 +97,9 @@ class Measured:
             self.measure_take()
 
     def measure_steps(self, collection: jaxsok.Collection, label: str) -> None:
-        """Times plan, step and forward of a collection."""
-        batches = [collection.batch(fill.raw_of(collection, self.workload, ids)) for ids in self.ids]
+        """Times plan, step and forward of a collection; also steps whose batches are packed as they go."""
+        raws = [fill.raw_of(collection, self.workload, ids) for ids in self.ids]
+        batches = [collection.batch(raw) for raw in raws]
         pipeline = Pipeline(Packed(collection), itertools.cycle(batches), prefetch=0)
         pairs = iter(pipeline)
 
@@ -109,6 +110,11 @@ class Measured:
 
         forward = jax.jit(collection.find)
         self.time(f"{label} pipelined", step, lambda _: next(pairs)[1])
+        if label.endswith("float32"):
+            for prefetch in (0, 2):
+                fed = iter(collection.pipeline(itertools.cycle(raws), prefetch=prefetch))
+                self.time(f"{label} fed, prefetch={prefetch}", step, lambda _, fed=fed: next(fed)[1])
+                fed.close()
         sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
         plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
         self.time(f"{label} planned", step, lambda i: plans[i % NUM_KEY_SETS])

@@ -184,8 +184,8 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         const Moves& moves, void* workspace);
 
-/// Lists what LaunchBring of the same rows would move, up to kMostAhead rows; LaunchWriteAhead and LaunchReadAhead, in
-/// this order, do it.
+/// Lists what LaunchBring of the same rows would move, up to kMostAhead rows; LaunchReadAhead and LaunchWriteAhead, in
+/// this order, do it: the next call waits for what is read, but only rarely for what is written.
 ///
 /// Post   : rows of the call that are in the cache count as used now; exactly the slots of rows that would leave are
 ///          marked.
@@ -203,15 +203,15 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving
 LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                        int64_t most_moves);
 
+/// Reads rows to the area, while the stream continues, and gives it the ticket of the counters.
+///
+/// Pre    : the tier has host slabs, counters and area.
+LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
+                            int64_t most_moves);
+
 /// Writes as LaunchWrite, while the stream continues: from a copy of the rows.
 LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
                              int64_t most_moves, uint32_t begin);
-
-/// Reads rows to the area, while the stream continues, and gives it the ticket of the counters.
-///
-/// Pre    : the tier has host slabs, counters and area; LaunchWriteAhead was called for all slabs.
-LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
-                            int64_t most_moves);
 
 /// Gives every position a slot that holds the numbers of its row, and changes only staged rows.
 ///

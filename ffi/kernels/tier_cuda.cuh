@@ -34,21 +34,20 @@ struct Jobs {
 /// slab at the address of a former slab gets the area of that slab.
 struct AheadArea {
   Jobs* jobs;
-  uint64_t last_job;  // the last job that reads or writes this slab
 
   // The rows read ahead, for all slabs of a store; stored in the area of the first one.
-  uint32_t ticket;  // the clock of the counters
+  uint64_t last_read;  // the job that reads them
+  uint32_t ticket;     // the clock of the counters
   uint32_t num_coming;
   Ends* coming;       // [MostAhead]
   uint32_t* row_ids;  // [MostAhead], by rank
   char* records;      // [MostAhead][host_bytes], by rank
 
   // The rows written ahead, to this slab.
+  uint64_t last_write;  // the job that writes them
   uint32_t num_leaving;
   Ends* leaving;          // [MostAhead]
   char* leaving_records;  // [MostAhead][host_bytes], as listed
-
-  __device__ bool HasEnded() const { return *const_cast<volatile uint64_t*>(&jobs->num_ended) >= last_job; }
 };
 
 }  // namespace jaxsok

@@ -144,17 +144,17 @@ __device__ void MakeFresh(const TierView& tier, const Record& record, uint32_t s
   }
 }
 
-/// Waits for the work that was started ahead on the slab of an area. Only kernels of few blocks may call it: that work
-/// needs multiprocessors too.
-__device__ __forceinline__ void WaitForArea(const AheadArea* area) {
-  if (area != nullptr && threadIdx.x == 0) {
-    while (!area->HasEnded()) __nanosleep(200);
+/// Waits until a job that was started ahead has ended; `job` is &Jobs::num_begun for all of them. Only kernels of few
+/// blocks may call it: the job needs multiprocessors too.
+__device__ __forceinline__ void WaitForJob(const Jobs* jobs, const uint64_t* job) {
+  if (threadIdx.x == 0) {
+    while (*const_cast<volatile uint64_t*>(&jobs->num_ended) < *job) __nanosleep(200);
     __threadfence_system();
   }
   __syncthreads();
 }
 
-__global__ void WaitKernel(const AheadArea* area) { WaitForArea(area); }
+__global__ void WaitKernel(const Jobs* jobs, const uint64_t* job) { WaitForJob(jobs, job); }
 
 /// Returns the destination of a leaving row. Rows of other slabs are beyond the capacity.
 __device__ __forceinline__ Ends EndsOfLeaving(const TierView& tier, const Move& move, uint32_t begin) {
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kBlock) WriteKernel(const __grid_constant__ Ti
                                                       const uint32_t* counts, int64_t most_moves, uint32_t begin) {
   const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most_moves);
   if (num_moves == 0) return;
-  WaitForArea(tier.area);
+  if (tier.area != nullptr) WaitForJob(tier.area->jobs, &tier.area->jobs->num_begun);
   MoveLines(
       num_moves, static_cast<int>(tier.host_bytes / kLine),
       [&](int64_t i) { return EndsOfLeaving(tier, leaving[i], begin); },
@@ -189,7 +189,10 @@ __device__ __forceinline__ uint4 LoadRecord(const Ends& ends, int at) {
 __global__ void __launch_bounds__(kBlock)
     ReadKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most_moves) {
   if (counts[kNumComing] == 0) return;
-  WaitForArea(tier.area);
+  if (tier.area != nullptr) {  // rows that were read ahead do not wait for those that leave
+    const Jobs* jobs = tier.area->jobs;
+    WaitForJob(jobs, counts[kNumFromHost] != 0 ? &jobs->num_begun : &tier.area->last_read);
+  }
   MoveLines(
       min(int64_t{counts[kNumFromHost]}, most_moves), static_cast<int>(tier.host_bytes / kLine),
       [&](int64_t i) {
@@ -323,7 +326,7 @@ LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
                             "docs/host_memory.md";
 }
 
-__device__ void BeginJob(AheadArea* area) { area->last_job = ++area->jobs->num_begun; }
+__device__ uint64_t BeginJob(const AheadArea* area) { return ++area->jobs->num_begun; }
 
 __global__ void EndJobKernel(Jobs* jobs) {
   __threadfence_system();
@@ -350,7 +353,7 @@ __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constan
       [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; });
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   area->num_leaving = static_cast<uint32_t>(num_moves);
-  BeginJob(area);
+  area->last_write = BeginJob(area);
 }
 
 // Lists the coming rows.
@@ -381,16 +384,10 @@ __global__ void __launch_bounds__(kBlock) CopyKernel(const Ends* list, const uin
       });
 }
 
-struct AreasOfStore {
-  AheadArea* of_slab[kMaxSlabs];
-  int num_slabs;
-};
-
 // One thread.
-__global__ void TicketKernel(const __grid_constant__ AreasOfStore areas, const uint32_t* counters) {
-  areas.of_slab[0]->ticket = counters[kTierTicket];
-  BeginJob(areas.of_slab[0]);
-  for (int s = 1; s < areas.num_slabs; ++s) areas.of_slab[s]->last_job = areas.of_slab[0]->last_job;
+__global__ void TicketKernel(AheadArea* area, const uint32_t* counters) {
+  area->ticket = counters[kTierTicket];
+  area->last_read = BeginJob(area);
 }
 
 /// Runs `launch` on the device's second stream, after the work that the stream has done so far.
@@ -480,7 +477,7 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  WaitKernel<<<1, 1, 0, stream>>>(area->on_device);
+  WaitKernel<<<1, 1, 0, stream>>>(area->link->jobs, &area->on_device->last_write);
   CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
   return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
     CopyKernel<true><<<kWriteAheadBlocks, kBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
@@ -490,20 +487,18 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
 
 LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                             int64_t most_moves) {
-  AreasOfStore areas{};
   int32_t device = 0;
   Area* area = FindArea(tier.host.data[0], &device);
-  for (int s = 0; s < tier.starts.num_slabs; ++s) areas.of_slab[s] = AreaOf(tier.host.data[s]);
-  const bool are_open = std::all_of(areas.of_slab, areas.of_slab + tier.starts.num_slabs,
-                                    [](const AheadArea* of_slab) { return of_slab != nullptr; });
+  const bool are_open = std::all_of(tier.host.data, tier.host.data + tier.starts.num_slabs,
+                                    [](const uint8_t* slab) { return AreaOf(slab) != nullptr; });
   if (!are_open || most_moves == 0) return nullptr;
   if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
-  areas.num_slabs = tier.starts.num_slabs;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
+  WaitKernel<<<1, 1, 0, stream>>>(area->link->jobs, &area->on_device->last_read);
   JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, area->buffers.row_ids, MostAhead(tier.host_bytes), ~0u));
   ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
-  TicketKernel<<<1, 1, 0, stream>>>(areas, tier.counters);
+  TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
   return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
     CopyKernel<false><<<kReadAheadBlocks, kBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
                                                             static_cast<int>(tier.host_bytes / kLine));

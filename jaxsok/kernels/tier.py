@@ -151,16 +151,22 @@ def bring_ahead(
     work runs: slabs of pinned memory that the library made get it, others nothing.
     """
     listed = _call_placing("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
-    moved = listed["leaving"], listed["counts"]
-    host = _write_leaving(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
+    # Reads come first, since the next call waits for them; their counts pass through the call, to keep that order.
     out = call(
         "jaxsok_tier_read_ahead",
-        {"counters": listed["counters"], "host": host, "coming": listed["coming"], "counts": listed["counts"]},
+        {
+            "counters": listed["counters"],
+            "counts": listed["counts"],
+            "host": tuple(host),
+            "coming": listed["coming"],
+        },
         {},
-        in_place=("counters",),
+        in_place=("counters", "counts"),
         num_slabs=len(host),
         num_states=len(tier.states),
     )
+    moved = listed["leaving"], out["counts"]
+    host = _write_leaving(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
     changed = {name: listed[name] for name in _PLACING_ARRAYS} | {"counters": out["counters"]}
     return dataclasses.replace(tier, **changed), host, listed["store_counters"]
 
