@@ -37,9 +37,9 @@ from .timing import Protocol, summary
 
 BATCH_SIZE = 65_536
 NUM_BATCHES = 48
-"""More than all workers together keep decoded, so that each epoch decodes all of them."""
+"""More than all workers together keep decoded (10 each), so that each epoch decodes all of them."""
 THREADS = (1, 8)
-WORKERS = (8,)
+WORKERS = (4,)
 
 
 def measure(recorder: Recorder, protocol: Protocol, scale: float, is_quick: bool) -> None:
@@ -94,22 +94,21 @@ def _measure_source(
     tables = [jaxsok.TableSpec(key, 16, jaxsok.optim.sgd(0.1), capacity=64) for key in criteo.CATEGORY_NAMES]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(key, table=key) for key in criteo.CATEGORY_NAMES])
     batches = data.Batches(source, batch_size)
-    # Workers start slowly, and each would keep its few batches decoded: they read one epoch once.
-    dataset = batches.map(data.PackBatch(collection)) if num_workers else batches.repeat()
+    dataset = batches.repeat()
+    if num_workers:
+        dataset = dataset.map(data.PackBatch(collection))
     num_ahead = 1 if num_workers else 4
     iterator: Any = data.iterate(dataset, num_threads=num_threads, num_workers=num_workers, num_ahead=num_ahead)
     pipeline = iter(collection.pipeline(iterator))
-    num_timed = len(batches) - 1 if num_workers else len(batches)
-    num_times = 1 if num_workers else max(2, min(3, protocol.repetitions))
     times, cores = [], []
-    for _ in itertools.islice(pipeline, len(batches) - num_timed or num_timed):  # Fills the read-ahead.
+    for _ in itertools.islice(pipeline, len(batches)):  # Starts the workers, and fills the read-ahead.
         pass
-    for _ in range(num_times):
+    for _ in range(max(2, min(3, protocol.repetitions))):
         begin, used = time.perf_counter(), _processor_s()
-        last = collections.deque(itertools.islice(pipeline, num_timed), maxlen=1)
+        last = collections.deque(itertools.islice(pipeline, len(batches)), maxlen=1)
         jax.block_until_ready(list(last))
         elapsed = time.perf_counter() - begin
-        times.append(elapsed * 1e3 / num_timed)
+        times.append(elapsed * 1e3 / len(batches))
         cores.append((_processor_s() - used) / elapsed)
     pipeline.close()
     iterator.close()
@@ -121,7 +120,7 @@ def _measure_source(
         "cores": float(np.median(cores)),
     }
     num_keys = batch_size * criteo.NUM_CATEGORIES
-    timing = summary(times, num_timed)
+    timing = summary(times, len(batches))
     recorder.add(Record("Criteo", records.READ, "jaxsok", timing, variant=name, num_keys=num_keys, notes=notes))
 
 
