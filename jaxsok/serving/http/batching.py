@@ -35,8 +35,9 @@ class _Job(Generic[Payload]):
 class Batcher(Generic[Payload, Result]):
     """Runs payloads together, in the order in which they came, on one event loop except for `run`.
 
-    A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
-    payloads of a call see one version of the tables.
+    A payload that finds no call under way begins one at once. Others wait until that call ends, until they fill a call,
+    or until the first of them has waited `max_delay_s`, and a worker is free. All payloads of a call see one version of
+    the tables.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Batcher(Generic[Payload, Result]):
         self._num_counted, self._totals = 0, dict.fromkeys(limits, 0)  # the first that wait, and what they cost
         self._arrived, self._turn = asyncio.Event(), asyncio.Lock()
         self._workers: list[asyncio.Task[None]] = []
+        self._num_running = 0  # calls under way
         self._closed = False
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
@@ -116,7 +118,7 @@ class Batcher(Generic[Payload, Result]):
         while self._waiting:
             num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
-            if is_full or rest_s <= 0 or self._closed:
+            if is_full or rest_s <= 0 or self._num_running == 0 or self._closed:
                 jobs = [self._waiting.popleft() for _ in range(num_jobs)]
                 self._forget_count()
                 return jobs
@@ -148,11 +150,15 @@ class Batcher(Generic[Payload, Result]):
 
     async def _answer(self, jobs: Sequence[_Job[Payload]]) -> None:
         loop = asyncio.get_running_loop()
+        self._num_running += 1
         try:
             results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
         except BaseException as error:  # of the call itself, as of an executor that is shut down
             results = [error] * len(jobs)
             self._closed |= isinstance(error, asyncio.CancelledError)  # a cancelled worker has to end
+        finally:
+            self._num_running -= 1
+            self._arrived.set()  # those that wait for company need not
         for job, result in zip(jobs, results, strict=True):
             if job.answer.done():  # its caller was cancelled
                 continue
