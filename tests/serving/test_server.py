@@ -892,12 +892,21 @@ def test_the_libraries_of_the_format_read_it():
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
+def in_thread(run, threads):
+    """Returns a function that runs another one in a thread."""
+
+    async def run_in_thread(payloads):
+        return await asyncio.get_running_loop().run_in_executor(threads, run, payloads)
+
+    return run_in_thread
+
+
 def batch(run, payloads, limits, **options):
     """Returns a batcher's answers to payloads that come at once; exceptions are values."""
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
-            batcher = batching.Batcher(run, limits, executor=threads, **options)
+            batcher = batching.Batcher(in_thread(run, threads), limits, **options)
             found = await asyncio.gather(
                 *(batcher.submit(payload, {"n": payload} if isinstance(payload, int) else {}) for payload in payloads),
                 return_exceptions=True,
@@ -952,7 +961,7 @@ def test_a_call_that_breaks_off_is_the_last_of_no_other():
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            batcher = batching.Batcher(lambda payloads: payloads, {}, executor=threads, observe=observe)
+            batcher = batching.Batcher(in_thread(lambda payloads: payloads, threads), {}, observe=observe)
             with pytest.raises(OSError, match="not counted"):
                 await batcher.submit("first", {})
             assert await batcher.submit("second", {}) == "second"
@@ -974,7 +983,7 @@ def test_those_who_leave_the_queue_are_not_run():
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             batcher = batching.Batcher(
-                run, {"n": 1}, executor=threads, max_delay_s=0, max_waiting=2, observe_depth=depths.append
+                in_thread(run, threads), {"n": 1}, max_delay_s=0, max_waiting=2, observe_depth=depths.append
             )
             first = asyncio.ensure_future(batcher.submit("first", {"n": 1}))
             await asyncio.to_thread(begun.wait, 10)
@@ -1000,7 +1009,7 @@ def test_a_payload_that_finds_no_call_waits_for_no_company():
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            batcher = batching.Batcher(lambda payloads: payloads, {}, executor=threads, max_delay_s=60.0)
+            batcher = batching.Batcher(in_thread(lambda payloads: payloads, threads), {}, max_delay_s=60.0)
             async with asyncio.timeout(20):
                 assert [await batcher.submit(name, {}) for name in ("first", "second")] == ["first", "second"]
             assert await batcher.close()
@@ -1022,7 +1031,7 @@ def test_company_is_waited_for_while_a_call_is_under_way(delay_s):
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
-            batcher = batching.Batcher(run, {}, executor=threads, max_delay_s=delay_s, num_workers=2)
+            batcher = batching.Batcher(in_thread(run, threads), {}, max_delay_s=delay_s, num_workers=2)
             first = asyncio.ensure_future(batcher.submit("first", {}))
             await asyncio.to_thread(begun.wait, 20)
             begin = time.monotonic()
