@@ -1247,6 +1247,20 @@ def test_a_slow_model_does_not_hold_up_others():
             assert [future.result().status_code for future in asked] == [200] * 4
 
 
+def test_small_responses_are_not_held_back(monkeypatch):
+    """Connections have TCP_NODELAY: the kernel would hold a response back until the client acknowledges the last."""
+    seen, made = [], running._Protocol.connection_made
+
+    def connection_made(self, transport):
+        made(self, transport)
+        seen.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(running._Protocol, "connection_made", connection_made)
+    with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address, timeout=20) as client:
+        assert is_well(client)
+    assert seen and all(seen)
+
+
 def test_too_many_requests_are_sent_away():
     """Requests beyond the limit get 503 and a time to retry; later requests are answered."""
     session = cases.Session()

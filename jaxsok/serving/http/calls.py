@@ -1,5 +1,6 @@
 """Checks requests against a model, joins several into one call of the session, and splits its answers."""
 
+import abc
 import collections
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
@@ -40,7 +41,7 @@ class ParsedRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Calls:
+class _Calls(abc.ABC):
     session: Any
     max_keys: int  # of one request
     op: ClassVar[str]
@@ -65,9 +66,9 @@ class _Calls:
                 return end.value
             answer = await getattr(self.session, self.op)(arrays, model, num_requests=len(some))
 
+    @abc.abstractmethod
     def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
         """Yields the arrays of each call, and the requests that share it; takes its answer, and returns the results."""
-        raise NotImplementedError
 
 
 class Lookups(_Calls):

@@ -149,7 +149,7 @@ class _Connection(asyncio.BufferedProtocol):
     async def ask(self, frame: bytes) -> Sequence[bytearray]:
         """Sends a frame; waits for the head and the data of the answer."""
         if self.transport.is_closing():
-            raise ConnectionError
+            raise OSError("the process of the session has ended")
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(frame)
         return await self._answer
