@@ -5,14 +5,17 @@ Question: how many small requests does a server answer, of one process and with 
 Workload: `python -m jaxsok serve`, with `--processes 1` and then with a front end for each two cores, with 26 tables
           of 10,000 rows of 16 floats, all on the device. A request has 26 keys: one of each table, or 26 of one table.
           1, 8, 64 and 256 clients in processes of their own, each of which asks again when it has its answer, in JSON
-          and in the binary format.
+          and in the binary format. And 64 clients that ask 5,500 and 11,000 requests a second together.
 Limit:    the same clients asking servers that do nothing but send as many bytes (`http_load.py`): no server that is
           faster could be told from these. On a machine with few cores the clients take time from the server.
 Command:  `python -m jaxsok bench --only http [--minutes 60]`
 Last result: docs/results/serving.md (one H100, commit f373908).
 
 The median, 99th and 99.9th percentile are of single requests, from the first byte that is sent to the last that
-arrives, after a first fifth of the time. Versions, restarts and memory are measured with front ends. While versions
+arrives, after a first fifth of the time. Clients that ask again at once drive the server to its most requests a second,
+where times are the number of clients divided by that; the times that clients see below it are those of a fixed rate,
+counted from when each request is due. "Late" is how long after that it was sent: these clients were too slow, or the
+answer before it was. Versions, restarts and memory are measured with front ends. While versions
 come, the server reads a new version of all rows of the 26 tables, each second, from a folder that it watches. A restart
 is SIGTERM, the end of the process, and a new one on the same port; "without an answer" is the longest time in which no
 client got one. Memory is what is resident in all processes of the server, as a median over a tenth of the time, after
@@ -52,6 +55,10 @@ SHAPES = {"26 tables": "many", "one table": "single"}
 """The models by the shape of a request for them."""
 SECONDS, QUICK_SECONDS = 3.0, 0.6
 """Seconds of one measurement."""
+RATES, QUICK_RATES = (5_500.0, 11_000.0), (100.0,)
+"""Requests a second: a tenth above the 5,000 that are wanted, and twice as many."""
+RATE_CLIENTS = 64
+"""Connections over which requests of a fixed rate are spread."""
 UNDER_LOAD = 64, "json"
 """Clients and format while versions come, and while the server restarts."""
 UPDATE_S, QUICK_UPDATE_S = 12.0, 2.5
@@ -85,10 +92,9 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False,
     with tempfile.TemporaryDirectory() as folder:
         run = _Run(recorder, pathlib.Path(folder), seed, max(64, round(NUM_ROWS * scale)), is_quick)
         run.write()
-        with run.server(1) as server, recorder.attempt("http load of one process"):
-            run.load(server)
         with run.server(num_front_ends()) as server:
             steps = {
+                "rates": (0.0, run.rates),
                 "load": (0.0, run.load),
                 "updates": (2 * UPDATE_S, run.updates),
                 "memory": (60 * minutes, lambda server: run.memory(server, minutes)),
@@ -99,6 +105,9 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False,
                     with recorder.attempt(f"http {name}"):
                         step(server)
                     recorder.write()
+        if recorder.has_time("http load of one process", server.seconds):
+            with run.server(1) as server, recorder.attempt("http load of one process"):
+                run.load(server)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,20 +233,41 @@ class _Run:
                 number = server.num_processes
                 variant = f"{shape}, {given}, {f'{number} front ends' if number > 1 else 'one process'}"
                 what = f"http {variant}, {num_clients} clients"
-                if not self.recorder.has_time(what, seconds):
-                    continue
-                before = server.cpu_s()
-                found = self._ask(server, num_clients, seconds, requests)
-                cpu_s, of_tables_s = (now - then for now, then in zip(server.cpu_s(), before, strict=True))
-                for checked in found["checked"]:
-                    check_answer(checked, given)
-                notes = {"clients_alone_per_s": limits[num_clients], "shape": shape, "format": given}
-                notes |= {"processes": server.num_processes, "cores": cpu_s / seconds}
-                notes |= {
-                    f"{name}_us": 1e6 * s / len(found["ends"]) for name, s in (("cpu", cpu_s), ("tables", of_tables_s))
-                }
-                self.add(records.HTTP, variant, num_clients, found, seconds, **notes)
+                if self.recorder.has_time(what, seconds):
+                    found, notes = self._ask_checked(server, num_clients, seconds, requests, given)
+                    notes |= {"clients_alone_per_s": limits[num_clients], "shape": shape}
+                    self.add(records.HTTP, variant, num_clients, found, seconds, **notes)
             self.recorder.write()
+
+    def rates(self, server: Server) -> None:
+        """Measures each shape and format at fixed rates."""
+        seconds = QUICK_SECONDS if self.is_quick else SECONDS
+        for shape, given, rate in itertools.product(SHAPES, FORMATS, QUICK_RATES if self.is_quick else RATES):
+            variant = f"{shape}, {given}, {server.num_processes} front ends, {rate:,.0f} requests/s"
+            if self.recorder.has_time(f"http {variant}", seconds):
+                requests = self.requests(shape, given)
+                found, notes = self._ask_checked(server, RATE_CLIENTS, seconds, requests, given, rate)
+                notes |= {"shape": shape, "rate": rate, "late_p99_ms": 1e3 * float(np.percentile(found["late"], 99))}
+                self.add(records.HTTP, variant, RATE_CLIENTS, found, seconds, **notes)
+
+    def _ask_checked(
+        self,
+        server: Server,
+        num_clients: int,
+        seconds: float,
+        requests: Sequence[bytes],
+        given: str,
+        rate: float | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Asks, and checks some answers; returns what was found, and notes about the server meanwhile."""
+        before = server.cpu_s()
+        found = self._ask(server, num_clients, seconds, requests, rate)
+        cpu_s, of_tables_s = (now - then for now, then in zip(server.cpu_s(), before, strict=True))
+        for checked in found["checked"]:
+            check_answer(checked, given)
+        notes = {"format": given, "processes": server.num_processes, "cores": cpu_s / seconds}
+        of_each = {"cpu_us": cpu_s, "tables_us": of_tables_s}
+        return found, notes | {name: 1e6 * s / len(found["ends"]) for name, s in of_each.items()}
 
     def _limits(
         self, clients: Sequence[int], seconds: float, requests: Sequence[bytes], answer_bytes: int
@@ -254,8 +284,10 @@ class _Run:
                     limits[num_clients] = rate_of(asking.wait(), seconds)
         return limits
 
-    def _ask(self, server: Server, num_clients: int, seconds: float, requests: Sequence[bytes]) -> dict[str, Any]:
-        with http_load.asking([server.port], num_clients, seconds, requests, num_processes()) as asking:
+    def _ask(
+        self, server: Server, num_clients: int, seconds: float, requests: Sequence[bytes], rate: float | None = None
+    ) -> dict[str, Any]:
+        with http_load.asking([server.port], num_clients, seconds, requests, num_processes(), rate) as asking:
             return asking.wait()
 
     def add(

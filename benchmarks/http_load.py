@@ -1,9 +1,13 @@
 """Load for an HTTP server: processes of clients that ask again and again over kept connections.
 
 Fed by `bench_http.py`, which runs `python -m benchmarks.http_load`; feeds it one line of JSON. The standard library
-alone: a process starts at once, and takes nothing of the device. A client sends its next request when it has the last
-answer, so the number of clients is the number of requests under way. What this can ask at most is measured against a
-server that answers the same bytes each time (`--trivial`); no faster server can be told from one that is that fast.
+alone: a process starts at once, and takes nothing of the device. What this can ask at most is measured against a server
+that answers the same bytes each time (`--trivial`); no faster server can be told from one that is that fast.
+
+Without a rate, a client sends its next request when it has the last answer. So the number of clients is the number of
+requests under way, and their times are that number divided by what the server answers at most. With a rate, each
+request has a time at which it is due, and clients take turns. A request's time is counted from when it is due, also if
+its client still waits for the answer before it: otherwise a slow server would be asked less, and look faster.
 
 Not here: what the requests are, and what their times mean.
 """
@@ -15,6 +19,7 @@ import contextlib
 import itertools
 import json
 import pathlib
+import selectors
 import subprocess
 import sys
 import time
@@ -26,6 +31,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RETRY_S = 0.02
 """Time between two attempts to connect."""
 
+CONNECT_S = 0.1
+"""Time for clients to connect before the first request is due."""
+
 CHECK_EVERY = 97
 """One answer in this many is kept whole for the caller; a prime, so that it meets all requests in turn."""
 
@@ -33,9 +41,9 @@ CHECK_EVERY = 97
 class Client(asyncio.Protocol):
     """A client of one connection; it connects again when the server closes it."""
 
-    def __init__(self, load: "Load", requests: Iterator[bytes]):
-        """Takes the requests that it sends."""
-        self._load, self._requests = load, requests
+    def __init__(self, load: "Load", requests: Iterator[bytes], due: Iterator[float] | None):
+        """Takes the requests that it sends, and when each is due; None: at once."""
+        self._load, self._requests, self._due = load, requests, due
         self._transport: asyncio.Transport | None = None
         self._begin: float | None = None
         self._received, self._wanted = bytearray(), 0
@@ -51,9 +59,18 @@ class Client(asyncio.Protocol):
         assert self._transport is not None
         if self._load.is_over():
             self._transport.close()
-            return
-        self._begin = time.monotonic()
-        self._transport.write(next(self._requests))
+        elif self._due is None:
+            self._send(time.monotonic())
+        else:
+            due = next(self._due)
+            asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._send, due)
+
+    def _send(self, due: float) -> None:
+        assert self._transport is not None
+        if not self._transport.is_closing() and not self._load.is_over():
+            self._begin = due
+            self._load.late.append(time.monotonic() - due)
+            self._transport.write(next(self._requests))
 
     def data_received(self, data: bytes) -> None:
         """Takes a part of an answer."""
@@ -89,19 +106,22 @@ class Client(asyncio.Protocol):
         self._received.clear()
         self._wanted = 0
         if not self._load.is_over():
-            self._load.connect(self._requests)
+            self._load.connect(self._requests, self._due)
 
 
 class Load:
     """The clients of one process, and the times of their requests."""
 
-    def __init__(self, port: int, num_clients: int, seconds: float, requests: Sequence[bytes]):
-        """Declares the load; nothing is sent yet."""
+    def __init__(self, port: int, num_clients: int, seconds: float, requests: Sequence[bytes], rate: float | None):
+        """Declares the load, of requests a second or as many as are answered (None); nothing is sent yet."""
         self._port, self._num_clients, self._seconds, self._all = port, num_clients, seconds, requests
+        self._rate = rate
         self._end, self._tasks = 0.0, set[asyncio.Task[None]]()
         self.ends: list[float] = []
         self.latencies: list[float] = []
         self.statuses: list[int] = []
+        self.late: list[float] = []
+        """How long after it was due each request was sent, in seconds."""
         self.refused = 0
         self.checked: list[bytes] = []
 
@@ -118,17 +138,17 @@ class Load:
         if status == 200 and len(self.ends) % CHECK_EVERY == 1 and len(self.checked) < 8:
             self.checked.append(answer)
 
-    def connect(self, requests: Iterator[bytes]) -> None:
+    def connect(self, requests: Iterator[bytes], due: Iterator[float] | None) -> None:
         """Connects a client in the background, as often as it takes."""
-        task = asyncio.get_running_loop().create_task(self._connect(requests))
+        task = asyncio.get_running_loop().create_task(self._connect(requests, due))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, requests: Iterator[bytes]) -> None:
+    async def _connect(self, requests: Iterator[bytes], due: Iterator[float] | None) -> None:
         while not self.is_over():
             try:
                 loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: Client(self, requests), "127.0.0.1", self._port)
+                await loop.create_connection(lambda: Client(self, requests, due), "127.0.0.1", self._port)
                 return
             except OSError:
                 self.refused += 1
@@ -136,11 +156,14 @@ class Load:
 
     async def run(self) -> None:
         """Asks until the time is over."""
-        self._end = time.monotonic() + self._seconds
+        begin = time.monotonic() + (0.0 if self._rate is None else CONNECT_S)
+        self._end = begin + self._seconds
         for number in range(self._num_clients):
-            first = number * len(self._all) // self._num_clients
-            self.connect(itertools.cycle([*self._all[first:], *self._all[:first]]))
-        await asyncio.sleep(self._seconds + 0.05)
+            first, due = number * len(self._all) // self._num_clients, None
+            if self._rate is not None:
+                due = itertools.count(begin + number / self._rate, self._num_clients / self._rate)
+            self.connect(itertools.cycle([*self._all[first:], *self._all[:first]]), due)
+        await asyncio.sleep(self._end - time.monotonic() + 0.05)
         await asyncio.sleep(min(0.5, 0.05 * self._seconds))  # Requests under way end.
 
 
@@ -200,8 +223,11 @@ class Asking:
         self._processes = processes
 
     def wait(self) -> dict[str, Any]:
-        """Waits for the end; returns ends, latencies (seconds), statuses, refused connections, and checked answers."""
-        found: dict[str, Any] = {"ends": [], "latencies": [], "statuses": [], "refused": 0, "checked": []}
+        """Waits for the end; returns ends, latencies (seconds), statuses, refused connections, and checked answers.
+
+        `late` has the seconds by which requests were sent after they were due.
+        """
+        found: dict[str, Any] = {"ends": [], "latencies": [], "statuses": [], "late": [], "refused": 0, "checked": []}
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -215,15 +241,25 @@ class Asking:
 
 @contextlib.contextmanager
 def asking(
-    ports: Sequence[int], num_clients: int, seconds: float, requests: Sequence[bytes], num_processes: int
+    ports: Sequence[int],
+    num_clients: int,
+    seconds: float,
+    requests: Sequence[bytes],
+    num_processes: int,
+    rate: float | None = None,
 ) -> Iterator[Asking]:
-    """Starts the clients, divided among processes; process i asks port i, modulo the number of ports."""
+    """Starts the clients, divided among processes; process i asks port i, modulo the number of ports.
+
+    They ask `rate` requests a second together; None: each asks again when it has its answer.
+    """
     num_processes = max(1, min(num_processes, num_clients))
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(num_processes):
             mine = num_clients * (number + 1) // num_processes - num_clients * number // num_processes
             options = ["--port", str(ports[number % len(ports)]), "--clients", str(mine), "--seconds", str(seconds)]
+            if rate is not None:
+                options += ["--rate", str(rate * mine / num_clients)]
             process = stack.enter_context(_started(options))
             assert process.stdin is not None and process.stdout is not None
             # Each process begins elsewhere among the requests.
@@ -244,17 +280,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("port", "clients", "trivial", "request-bytes"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--seconds", type=float)
+    for name in ("seconds", "rate"):
+        parser.add_argument(f"--{name}", type=float)
     options = parser.parse_args()
     if options.trivial is not None:
         asyncio.run(_serve(options.trivial, options.request_bytes))
         return
     requests = [base64.b64decode(request) for request in json.loads(sys.stdin.readline())]
-    load = Load(options.port, options.clients, options.seconds, requests)
+    load = Load(options.port, options.clients, options.seconds, requests, options.rate)
+    # The timers of epoll have whole milliseconds, those of select microseconds.
+    select = selectors.DefaultSelector if options.rate is None else selectors.SelectSelector
     print("ready", flush=True)
     sys.stdin.readline()
-    asyncio.run(load.run())
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(select())) as runner:
+        runner.run(load.run())
     found: dict[str, Any] = {"ends": load.ends, "latencies": load.latencies, "statuses": load.statuses}
+    found["late"] = load.late
     checked = [base64.b64encode(answer).decode() for answer in load.checked]
     print(json.dumps({**found, "refused": load.refused, "checked": checked}), flush=True)
 

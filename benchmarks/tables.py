@@ -688,6 +688,8 @@ def _http_note(record: Record) -> str:
         if "cpu_us" in notes
         else ""
     )
+    if "late_p99_ms" in notes:
+        parts += f"; sent up to {notes['late_p99_ms']:.2f} ms late (99th percentile)"
     return f"{notes['cores']:.2f} cores{parts}"
 
 

@@ -220,7 +220,7 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate in PEM, with those up to its root: for HTTPS")
     parser.add_argument("--tls-key", metavar="FILE", help="its key in PEM; default: in the file of the certificate")
     for name, kind, text in (
-        ("max-delay-ms", float, "a request waits so long for others to share its call"),
+        ("max-delay-ms", float, "while a call is under way, a request waits so long for others to share its own"),
         ("max-body-bytes", whole, "of one request"),
         ("max-held-bytes", whole, "of all requests until their responses are sent"),
         ("max-requests", whole, "requests whose response is not sent"),

@@ -5,6 +5,7 @@ import dataclasses
 import doctest
 import gc
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -615,13 +616,37 @@ def test_clients_count_what_they_lose():
 
     async def load():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            made = http_load.Load(server.sockets[0].getsockname()[1], 2, 0.2, [b"x" * 50])
+            made = http_load.Load(server.sockets[0].getsockname()[1], 2, 0.2, [b"x" * 50], None)
             await made.run()
             return made
 
     made = asyncio.run(load())
     lost = made.statuses.count(0)
     assert lost > 2 and abs(made.statuses.count(200) - 2 * lost) <= 4
+
+
+def test_times_of_a_fixed_rate_count_from_when_requests_are_due():
+    """A server that pauses is asked as often, and the requests that were due meanwhile have waited."""
+    pause_s = 0.3
+
+    async def serve(reader, writer):
+        for number in itertools.count():
+            await reader.readexactly(50)
+            if number == 5:
+                await asyncio.sleep(pause_s)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
+
+    async def load():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        made = http_load.Load(server.sockets[0].getsockname()[1], 1, 1.0, [b"x" * 50], 100.0)
+        await made.run()
+        server.close()
+        return made
+
+    made = asyncio.run(load())
+    assert 80 < made.statuses.count(200) <= 101
+    waited = sum(latency > 0.05 for latency in made.latencies)
+    assert waited > 15 and max(made.late) > 0.2 and max(made.latencies) >= pause_s
 
 
 def test_the_server_is_measured_under_load(monkeypatch):
@@ -631,6 +656,7 @@ def test_the_server_is_measured_under_load(monkeypatch):
     for name, value in {
         "SHAPES": {"26 tables": "many"},
         "QUICK_CLIENTS": (2,),
+        "RATE_CLIENTS": 4,
         "QUICK_SECONDS": 0.4,
         "QUICK_UPDATE_S": 2.0,
         "INTERVAL_S": 0.5,
@@ -643,7 +669,7 @@ def test_the_server_is_measured_under_load(monkeypatch):
     bench_http.measure(recorder, 0, 0.01, is_quick=True)
     assert recorder.failures == []
     found = {(one.what, one.variant): one.notes for one in recorder.records}
-    assert len(found) == len(recorder.records) == 8
+    assert len(found) == len(recorder.records) == 10
     assert all(one["errors"] == 0 and one["requests_per_s"] > 0 for one in found.values())
     assert found[records.HTTP_UPDATE, "with versions, 4 clients"]["num_versions"] >= 1
     restart = found[records.HTTP_RESTART, "restart, 4 clients"]

@@ -892,12 +892,21 @@ def test_the_libraries_of_the_format_read_it():
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
+def in_thread(run, threads):
+    """Returns a function that runs another one in a thread."""
+
+    async def run_in_thread(payloads):
+        return await asyncio.get_running_loop().run_in_executor(threads, run, payloads)
+
+    return run_in_thread
+
+
 def batch(run, payloads, limits, **options):
     """Returns a batcher's answers to payloads that come at once; exceptions are values."""
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
-            batcher = batching.Batcher(run, limits, executor=threads, **options)
+            batcher = batching.Batcher(in_thread(run, threads), limits, **options)
             found = await asyncio.gather(
                 *(batcher.submit(payload, {"n": payload} if isinstance(payload, int) else {}) for payload in payloads),
                 return_exceptions=True,
@@ -952,7 +961,7 @@ def test_a_call_that_breaks_off_is_the_last_of_no_other():
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            batcher = batching.Batcher(lambda payloads: payloads, {}, executor=threads, observe=observe)
+            batcher = batching.Batcher(in_thread(lambda payloads: payloads, threads), {}, observe=observe)
             with pytest.raises(OSError, match="not counted"):
                 await batcher.submit("first", {})
             assert await batcher.submit("second", {}) == "second"
@@ -974,7 +983,7 @@ def test_those_who_leave_the_queue_are_not_run():
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             batcher = batching.Batcher(
-                run, {"n": 1}, executor=threads, max_delay_s=0, max_waiting=2, observe_depth=depths.append
+                in_thread(run, threads), {"n": 1}, max_delay_s=0, max_waiting=2, observe_depth=depths.append
             )
             first = asyncio.ensure_future(batcher.submit("first", {"n": 1}))
             await asyncio.to_thread(begun.wait, 10)
@@ -995,27 +1004,51 @@ def test_those_who_leave_the_queue_are_not_run():
     assert calls == [["first"], ["third"]]
 
 
-def test_company_is_waited_for_no_longer_than_the_bound():
-    """A request waits for others no longer than the bound: the second joins the first, the third is too late."""
-    calls = []
+def test_a_payload_that_finds_no_call_waits_for_no_company():
+    """A payload that finds no call under way begins one at once, whatever the delay."""
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            batcher = batching.Batcher(lambda p: calls.append(list(p)) or p, {}, executor=threads, max_delay_s=1.0)
-            begin = time.monotonic()
-            first = asyncio.ensure_future(batcher.submit("first", {}))
-            await asyncio.sleep(0.02)
-            second = asyncio.ensure_future(batcher.submit("second", {}))
-            await first
-            waited_s = time.monotonic() - begin
-            await second
-            await batcher.submit("third", {})
-            await batcher.close()
-            return waited_s
+            batcher = batching.Batcher(in_thread(lambda payloads: payloads, threads), {}, max_delay_s=60.0)
+            async with asyncio.timeout(20):
+                assert [await batcher.submit(name, {}) for name in ("first", "second")] == ["first", "second"]
+            assert await batcher.close()
 
-    waited_s = asyncio.run(ask())
-    assert calls == [["first", "second"], ["third"]]
-    assert 0.99 < waited_s < 20
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 60.0])
+def test_company_is_waited_for_while_a_call_is_under_way(delay_s):
+    """Payloads that find a call under way share the next one, which begins when that call ends or the delay is over."""
+    calls, begun, go = [], threading.Event(), threading.Event()
+
+    def run(payloads):
+        calls.append((list(payloads), time.monotonic()))
+        if payloads == ["first"]:
+            begun.set()
+            assert go.wait(20)
+        return payloads
+
+    async def ask():
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            batcher = batching.Batcher(in_thread(run, threads), {}, max_delay_s=delay_s, num_workers=2)
+            first = asyncio.ensure_future(batcher.submit("first", {}))
+            await asyncio.to_thread(begun.wait, 20)
+            begin = time.monotonic()
+            later = [asyncio.ensure_future(batcher.submit(name, {})) for name in ("second", "third")]
+            if delay_s == 60.0:
+                await asyncio.sleep(0.05)
+                go.set()
+            async with asyncio.timeout(20):
+                assert await asyncio.gather(*later) == ["second", "third"]
+            go.set()
+            await first
+            assert await batcher.close()
+            return begin
+
+    begin = asyncio.run(ask())
+    assert [payloads for payloads, _ in calls] == [["first"], ["second", "third"]]
+    assert calls[1][1] - begin >= (0.04 if delay_s == 60.0 else 0.49)
 
 
 async def ask_in_parallel(address, num_clients, num_requests, make, check):
@@ -1082,8 +1115,31 @@ def test_64_clients_while_the_tables_change():
     assert max(samples) > 3, "no two requests were run together"
 
 
+def ask_behind_a_call(found, session, requests, num_calls, num_waiting):
+    """Asks the first request, and while its call is under way the others, until some calls run and some wait.
+
+    Returns statuses and texts.
+    """
+    hold, (path, headers, content) = threading.Event(), requests[0]
+    session.hold, (_, _, _, model, op) = hold, path.split("/")
+    with (
+        httpx.Client(base_url=found.address, timeout=20) as client,
+        concurrent.futures.ThreadPoolExecutor(2) as threads,
+    ):
+        first = threads.submit(client.post, path, content=content, headers=headers)
+        wait_until(lambda: len(session.calls) == 1)
+        others = threads.submit(ask_at_once, found.address, requests[1:])
+        depth = lambda: samples_of(client.get("/metrics").text)["jaxsok_queue_depth", *sorted((op, model))]  # noqa: E731
+        try:
+            wait_until(lambda: len(session.calls) == num_calls and depth() == num_waiting)
+        finally:
+            hold.set()
+        statuses, texts = others.result()
+        return [first.result().status_code, *statuses], [first.result().text, *texts]
+
+
 def ask_at_once(address, requests):
-    """Returns the statuses of requests that may share a batch."""
+    """Returns the statuses of requests that are sent at once, and the texts of their answers."""
 
     async def ask():
         async with httpx.AsyncClient(base_url=address, timeout=20) as client:
@@ -1127,20 +1183,21 @@ def test_what_is_wrong_joins_no_batch(of):
         good, bad = (
             (PREDICT, JSON, json.dumps({"inputs": {"user": [[1] * number], "dense": [[1, 2]]}})) for number in (1, 4097)
         )
-    with cases.serving(session, max_delay_ms=1000.0) as found:
-        statuses, texts = ask_at_once(found.address, [good, bad, good, good])
+    with cases.serving(session, max_delay_ms=60_000.0) as found:
+        statuses, texts = ask_behind_a_call(found, session, [good, bad, good, good], num_calls=1, num_waiting=2)
         assert statuses == [200, status, 200, 200] and words in texts[1], texts
-        assert len(session.calls) == 1, session.calls
+        assert len(session.calls) == 2, session.calls
 
 
 def test_predictions_that_share_a_call_keep_the_keys_of_a_table():
     """Two requests of 2,000 keys share a call of at most 4,096, and no request is split."""
     session = cases.Session()
     body = json.dumps({"inputs": {"user": [[1] * 2000], "dense": [[1, 2]]}})
-    with cases.serving(session, max_delay_ms=1000.0) as found:
-        statuses, _ = ask_at_once(found.address, [(PREDICT, JSON, body)] * 6)
+    with cases.serving(session, max_delay_ms=60_000.0) as found:
+        asked = [(PREDICT, JSON, body)] * 6
+        statuses, _ = ask_behind_a_call(found, session, asked, num_calls=2, num_waiting=3)
         assert statuses == [200] * 6
-        assert [size["samples"] for _, _, size in session.calls] == [2, 2, 2]
+        assert [size["samples"] for _, _, size in session.calls] == [1, 2, 2, 1]
 
 
 def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
@@ -1188,6 +1245,20 @@ def test_a_slow_model_does_not_hold_up_others():
                 hold.set()
             assert quick.status_code == 200
             assert [future.result().status_code for future in asked] == [200] * 4
+
+
+def test_small_responses_are_not_held_back(monkeypatch):
+    """Connections have TCP_NODELAY: the kernel would hold a response back until the client acknowledges the last."""
+    seen, made = [], running._Protocol.connection_made
+
+    def connection_made(self, transport):
+        made(self, transport)
+        seen.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(running._Protocol, "connection_made", connection_made)
+    with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address, timeout=20) as client:
+        assert is_well(client)
+    assert seen and all(seen)
 
 
 def test_too_many_requests_are_sent_away():

@@ -27,7 +27,7 @@ from waiting import wait_until
 
 from jaxsok import Bags
 from jaxsok.serving import errors
-from jaxsok.serving.http import processes, remote
+from jaxsok.serving.http import batching, processes, remote
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -306,3 +306,37 @@ def test_frames_keep_all_arrays():
         np.testing.assert_array_equal(got[name], given[name])
     assert got["bags"].keys.tolist() == [0, 1, 2] and got["bags"].offsets.tolist() == [0, 1, 3]
     assert got["bags"].weights is None
+
+
+def test_a_frame_that_is_given_up_answers_no_other(tmp_path):
+    """An answer whose caller was cancelled, which comes in pieces or not at all, is never that of the next caller."""
+    path = str(tmp_path / "session")
+
+    async def serve(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            while True:
+                sizes = remote.SIZES.unpack(await reader.readexactly(remote.SIZES.size))
+                (_, about), _ = remote.unpack(*[await reader.readexactly(size) for size in sizes])
+                if about == "end":
+                    break
+                await asyncio.sleep(0.2 * (about == "slow"))
+                for byte in remote.pack(about, {"rows": np.arange(3, dtype=np.float32)}):
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0)
+        writer.close()
+
+    async def ask():
+        session = remote.Remote.__new__(remote.Remote)
+        session._path, session._free = path, []
+        async with await asyncio.start_unix_server(serve, path):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session._send("lookup", "slow", {}), 0.05)
+            for about in ("first", "second"):
+                head, found = await asyncio.wait_for(session._send("lookup", about, {}), 20)
+                assert head == about and found["rows"].tolist() == [0, 1, 2] and not found["rows"].flags.writeable
+            assert len(session._free) == 1
+            with pytest.raises(batching.ClosedError):
+                await asyncio.wait_for(session._send("lookup", "end", {}), 20)
+            assert session._free == []
+
+    asyncio.run(ask())

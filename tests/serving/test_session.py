@@ -153,6 +153,23 @@ def test_programs_are_few(folders):
         assert readers.look_up_words._cache_size() == num_compiled
 
 
+@pytest.mark.parametrize(("per_sample", "num_arrays"), [(100, 1), (100_000, len(DIMS) + 1)])
+def test_small_results_are_one_array(folders, monkeypatch, per_sample, num_arrays):
+    """The rows of all tables and the counts come to the host in one copy, unless the rows are many."""
+    made, look_up = [], readers.look_up_words
+    config = config_of(model_of(folders, defaults=DEFAULTS, per_sample=per_sample, max_batch_size=1))
+    with open(config, warm_up=True) as session:
+        monkeypatch.setattr(readers, "look_up_words", lambda *given: made.append(look_up(*given)) or made[-1])
+        keys = {name: np.arange(-1, 7 + number).reshape(1, -1) for number, name in enumerate(DIMS)}
+        check(session.lookup(keys), keys)
+        stats = session.stats()
+    assert [len(arrays) for arrays in made] == [num_arrays]
+    assert stats["keys"] == sum(array.size for array in keys.values()) and stats["padding"] == len(DIMS)
+    assert {name: table["hits"] for name, table in stats["tables"].items()} == {
+        name: np.isin(array, list(CONTENT[name])).sum() for name, array in keys.items()
+    }
+
+
 def test_sets_of_tables_are_bounded(folders, monkeypatch):
     monkeypatch.setattr(readers, "MOST_SETS", 2)
     with open(config_of(model_of(folders, defaults=DEFAULTS)), warm_up=False) as session:

@@ -1,4 +1,4 @@
-"""Collects the requests of many clients into few calls, runs these off the event loop, and splits the results."""
+"""Collects the requests of many clients into few calls, and splits the results."""
 
 import asyncio
 import collections
@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 Payload = TypeVar("Payload")
@@ -33,18 +32,18 @@ class _Job(Generic[Payload]):
 
 
 class Batcher(Generic[Payload, Result]):
-    """Runs payloads together, in the order in which they came, on one event loop except for `run`.
+    """Runs payloads together, in the order in which they came, on one event loop.
 
-    A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
-    payloads of a call see one version of the tables.
+    A payload that finds no call under way begins one at once. Others wait until that call ends, until they fill a call,
+    or until the first of them has waited `max_delay_s`, and a worker is free. All payloads of a call see one version of
+    the tables.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[Payload]], Sequence[Result]],
+        run: Callable[[Sequence[Payload]], Awaitable[Sequence[Result]]],
         limits: Mapping[str, int],
         *,
-        executor: Executor,
         max_delay_s: float = 0.002,
         max_waiting: int = 1024,
         num_workers: int = 1,
@@ -53,17 +52,18 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` is called in a thread; if it fails for several payloads, it is called with each alone. `limits` bound the
-        costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and whether it
-        was split; `observe_depth` the number that wait, when it changes.
+        `run` must not hold up the event loop; if it fails for several payloads, it is called with each alone. `limits`
+        bound the costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and
+        whether it was split; `observe_depth` the number that wait, when it changes.
         """
-        self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
+        self._run, self._limits, self._observe = run, dict(limits), observe
         self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
         self._observe_depth = observe_depth
         self._waiting: collections.deque[_Job[Payload]] = collections.deque()
         self._num_counted, self._totals = 0, dict.fromkeys(limits, 0)  # the first that wait, and what they cost
         self._arrived, self._turn = asyncio.Event(), asyncio.Lock()
         self._workers: list[asyncio.Task[None]] = []
+        self._num_running = 0  # calls under way
         self._closed = False
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
@@ -116,7 +116,7 @@ class Batcher(Generic[Payload, Result]):
         while self._waiting:
             num_jobs, is_full = self._count_fitting()
             rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
-            if is_full or rest_s <= 0 or self._closed:
+            if is_full or rest_s <= 0 or self._num_running == 0 or self._closed:
                 jobs = [self._waiting.popleft() for _ in range(num_jobs)]
                 self._forget_count()
                 return jobs
@@ -147,12 +147,15 @@ class Batcher(Generic[Payload, Result]):
         self._observe_depth(len(self._waiting))
 
     async def _answer(self, jobs: Sequence[_Job[Payload]]) -> None:
-        loop = asyncio.get_running_loop()
+        self._num_running += 1
         try:
-            results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
+            results = await self._call([job.payload for job in jobs])
         except BaseException as error:  # of the call itself, as of an executor that is shut down
             results = [error] * len(jobs)
             self._closed |= isinstance(error, asyncio.CancelledError)  # a cancelled worker has to end
+        finally:
+            self._num_running -= 1
+            self._arrived.set()  # those that wait for company need not
         for job, result in zip(jobs, results, strict=True):
             if job.answer.done():  # its caller was cancelled
                 continue
@@ -161,23 +164,23 @@ class Batcher(Generic[Payload, Result]):
             else:
                 job.answer.set_result(result)
 
-    def _call(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
+    async def _call(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
         is_split = False
         try:
-            results: Sequence[Result | BaseException] = self._run(payloads)
+            results: Sequence[Result | BaseException] = await self._run(payloads)
             if len(results) != len(payloads):
                 raise ValueError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
         except Exception as error:
             results, is_split = [error], len(payloads) > 1
         if is_split:
             _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
-            results = [self._run_alone(payload) for payload in payloads]
+            results = [await self._run_alone(payload) for payload in payloads]
         if self._observe is not None:
             self._observe(payloads, is_split)
         return results
 
-    def _run_alone(self, payload: Payload) -> Result | BaseException:
+    async def _run_alone(self, payload: Payload) -> Result | BaseException:
         try:
-            return self._run([payload])[0]
+            return (await self._run([payload]))[0]
         except Exception as error:
             return error

@@ -1,8 +1,9 @@
 """Checks requests against a model, joins several into one call of the session, and splits its answers."""
 
+import abc
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,10 +12,11 @@ from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, require_table
 from jaxsok.serving.http import wire
-from jaxsok.serving.http.remote import Remote, join, split
+from jaxsok.serving.http.remote import join, split
 from jaxsok.serving.model.served import check_bits
 
 Arrays = dict[str, np.ndarray]
+Calls = Generator[tuple[Mapping[str, Any], Sequence["ParsedRequest"]], Any, list[tuple[Arrays, int]]]
 _PARTS = ("values", "lengths", "weights")  # of ragged bags
 
 
@@ -39,16 +41,34 @@ class ParsedRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Calls:
+class _Calls(abc.ABC):
     session: Any
     max_keys: int  # of one request
     op: ClassVar[str]
 
-    def _ask(self, arrays: Mapping[str, Any], model: str, requests: Sequence[ParsedRequest]) -> Any:
-        ask = getattr(self.session, self.op)
-        if isinstance(self.session, Remote):
-            return ask(arrays, model, num_requests=len(requests))
-        return ask(arrays, model=model)
+    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+        """Runs requests in as few calls of the session as they allow; gives each its arrays, and their version."""
+        calls, answer = self.calls(model, requests), None
+        while True:
+            try:
+                arrays, _ = calls.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = getattr(self.session, self.op)(arrays, model=model)
+
+    async def run_remote(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+        """Runs requests as `run` does, over a `Remote`."""
+        calls, answer = self.calls(model, requests), None
+        while True:
+            try:
+                arrays, some = calls.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = await getattr(self.session, self.op)(arrays, model, num_requests=len(some))
+
+    @abc.abstractmethod
+    def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
+        """Yields the arrays of each call, and the requests that share it; takes its answer, and returns the results."""
 
 
 class Lookups(_Calls):
@@ -84,12 +104,12 @@ class Lookups(_Calls):
         """Makes of the rows what a front end takes."""
         return {"": join(rows)}
 
-    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+    def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
-        answer = self._ask(joined, model, requests)
+        answer = yield joined, requests
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
         results, ends = [], dict.fromkeys(names, 0)
         for request in requests:
@@ -169,7 +189,7 @@ class Predictions(_Calls):
     def give(self, outputs: Arrays) -> Arrays:
         return outputs
 
-    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+    def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
         """Gives each request its outputs, and the version.
 
         Requests share a call if their samples have one shape and each output has a row for each sample: a mean over the
@@ -181,14 +201,14 @@ class Predictions(_Calls):
             groups.setdefault(_shapes(request) if can_join else number, []).append(number)
         results: list[Any] = [None] * len(requests)
         for numbers in groups.values():
-            found = self._run_joined(known, [requests[number] for number in numbers])
+            found = yield from self._run_joined(known, [requests[number] for number in numbers])
             for number, result in zip(numbers, found, strict=True):
                 results[number] = result
         return results
 
-    def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
+    def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> Calls:
         joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-        answer = self._ask(joined, known.name, requests)
+        answer = yield joined, requests
         outputs = {name: np.asarray(value) for name, value in answer.items()}
         for name, value in outputs.items():
             if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
@@ -196,7 +216,10 @@ class Predictions(_Calls):
         if len(requests) == 1:
             return [(outputs, int(answer.version))]
         if answer.version != known.version:  # the dense model may be one whose results cannot be cut
-            return [result for request in requests for result in self._run_joined(known, [request])]
+            results = []
+            for request in requests:
+                results += yield from self._run_joined(known, [request])
+            return results
         ends = np.cumsum([request.num_samples for request in requests])[:-1]
         parts = {name: np.split(value, ends) for name, value in outputs.items()}
         return [({name: parts[name][i] for name in parts}, int(answer.version)) for i in range(len(requests))]

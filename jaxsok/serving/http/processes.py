@@ -174,7 +174,7 @@ class Processes:
                         await asyncio.wait_for(self._stopping.wait(), RESTART_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers the frames of a connection, one after the other: each is of one thread of a front end."""
+        """Answers the frames of a connection, one after the other."""
         ends = asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
         with contextlib.closing(writer), contextlib.suppress(*ends):
             while True:

@@ -8,13 +8,14 @@ are pickled; what clients sent is in them only as checked names, numbers and arr
     data        the arrays, one behind the other
 """
 
+import asyncio
 import collections
 import itertools
 import pickle
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def pack(head: Any, arrays: Mapping[str, Any]) -> bytes:
     return b"".join([SIZES.pack(len(text), sum(map(len, data))), text, *data])
 
 
-def unpack(text: bytes, data: bytes) -> tuple[Any, dict[str, Any]]:
+def unpack(text: bytes | bytearray, data: bytes | memoryview) -> tuple[Any, dict[str, Any]]:
     """Reads the head and the arrays of a frame; the arrays share its memory, and are read-only."""
     head, spec = pickle.loads(text)
     arrays, bags, place = dict[str, Any](), collections.defaultdict[str, dict[str, Any]](dict), 0
@@ -63,26 +64,43 @@ def split(joined: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]
 
 
 class Remote:
-    """A session whose tables are in another process; each thread that calls it has a connection of its own.
+    """A session whose tables are in another process; lookups and predictions wait for it on the event loop.
 
-    It begins a thread that keeps `models` as they are served, and calls `on_end` when the other process has ended.
+    A thread keeps `models` as they are served, and calls `on_end` when the other process has ended. It and others that
+    call have a connection each.
     """
 
     def __init__(self, path: str, on_end: Callable[[], None]) -> None:
         self._path, self._on_end, self._local = path, on_end, threading.local()
+        self._free: list[_Connection] = []  # connections of the event loop without a frame under way
         self.models: Mapping[str, Any] = self._ask("models", None)[0]
         threading.Thread(target=self._follow, name="jaxsok-models", daemon=True).start()
 
-    def lookup(self, keys: Mapping[str, np.ndarray], model: str, num_requests: int = 1) -> Answer:
+    async def lookup(self, keys: Mapping[str, np.ndarray], model: str, num_requests: int = 1) -> Answer:
         """Looks up keys without shape; all are one array on the way, and all rows: tens of tables take less time so."""
         sizes, tables = {name: array.size for name, array in keys.items()}, self.models[model].tables
-        version, found = self._ask("lookup", (model, num_requests, sizes), {"": join(keys)})
+        version, found = await self._send("lookup", (model, num_requests, sizes), {"": join(keys)})
         rows = split(found[""], {name: size * tables[name].dim for name, size in sizes.items()})
         return Answer({name: row.reshape(-1, tables[name].dim) for name, row in rows.items()}, version=version)
 
-    def predict(self, inputs: Mapping[str, Any], model: str, num_requests: int = 1) -> Answer:
-        version, arrays = self._ask("predict", (model, num_requests, None), inputs)
+    async def predict(self, inputs: Mapping[str, Any], model: str, num_requests: int = 1) -> Answer:
+        version, arrays = await self._send("predict", (model, num_requests, None), inputs)
         return Answer(arrays, version=version)
+
+    async def _send(self, op: str, about: Any, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Asks on the event loop: to hand a frame to a thread and its answer back would take longer than both."""
+        connection = self._free.pop() if self._free else _Connection()
+        try:
+            if connection.transport is None:
+                await asyncio.get_running_loop().create_unix_connection(lambda: connection, self._path)
+            answer = await connection.ask(pack((op, about), arrays))
+        except BaseException as error:  # also a caller that is cancelled: the answer would be the next one's
+            connection.close()
+            if isinstance(error, OSError):
+                raise ClosedError from None
+            raise
+        self._free.append(connection)
+        return _open(answer)
 
     def scrape(self) -> bytes:
         """Returns the metrics of all processes."""
@@ -96,22 +114,20 @@ class Remote:
         """Reports that this front end, by its number, takes requests."""
         self._ask("ready", number)
 
-    def _ask(self, op: str, about: Any, arrays: Mapping[str, Any] = {}) -> tuple[Any, dict[str, Any]]:
-        """Asks, and waits for the answer; raises the error of the other process."""
+    def _ask(self, op: str, about: Any) -> tuple[Any, dict[str, Any]]:
+        """Asks, and waits for the answer in this thread."""
         connection = getattr(self._local, "connection", None) or socket.socket(socket.AF_UNIX)
         try:
             if getattr(self._local, "connection", None) is None:
                 connection.connect(self._path)
                 self._local.connection = connection
-            connection.sendall(pack((op, about), arrays))
-            head, found = unpack(*_receive_frame(connection))
+            connection.sendall(pack((op, about), {}))
+            answer = _receive_frame(connection)
         except OSError:
             self._local.connection = None  # the next request may have another
             connection.close()
             raise ClosedError from None
-        if isinstance(head, BaseException):
-            raise head
-        return head, found
+        return _open(answer)
 
     def _follow(self) -> None:
         try:
@@ -120,6 +136,57 @@ class Remote:
                 self.models = self._ask("models", versions)[0]  # answers when they are others
         finally:
             self._on_end()
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """A connection of the event loop, which reads frames where they stay; one frame is under way at a time."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self._parts, self._place = [bytearray(SIZES.size)], 0  # sizes, head and data of a frame, as far as they came
+        self._answer: asyncio.Future[Sequence[bytearray]] | None = None
+
+    async def ask(self, frame: bytes) -> Sequence[bytearray]:
+        """Sends a frame; waits for the head and the data of the answer."""
+        if self.transport.is_closing():
+            raise OSError("the process of the session has ended")
+        self._answer = asyncio.get_running_loop().create_future()
+        self.transport.write(frame)
+        return await self._answer
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._parts[-1])[self._place :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._place += nbytes
+        while self._place == len(self._parts[-1]):  # also of a part without bytes
+            self._place = 0
+            if len(self._parts) < 3:
+                self._parts.append(bytearray(SIZES.unpack(self._parts[0])[len(self._parts) - 1]))
+                continue
+            (_, *answer), self._parts = self._parts, [bytearray(SIZES.size)]
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_result(answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError())
+
+
+def _open(answer: Sequence[bytes | bytearray]) -> tuple[Any, dict[str, Any]]:
+    """Reads an answer; raises the error of the other process."""
+    text, data = answer
+    head, found = unpack(text, memoryview(data).toreadonly())
+    if isinstance(head, BaseException):
+        raise head
+    return head, found
 
 
 def _receive_frame(connection: socket.socket) -> list[bytes]:

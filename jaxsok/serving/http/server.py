@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
@@ -338,19 +338,36 @@ class App:
         self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
         return self._pools[-1]
 
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a call of the session while it runs."""
+        with self._lock:
+            self.num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.num_running -= 1
+
     def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[ParsedRequest, Any]:
         if self._bodies is None:
             raise ClosedError
         labels = kind.op, model.name
 
-        def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
-            with self._lock:
-                self.num_running += 1
-            try:
+        def call(payloads: Sequence[ParsedRequest]) -> list[Any]:
+            with self._counted():
                 return kind.run(model.name, payloads)
-            finally:
-                with self._lock:
-                    self.num_running -= 1
+
+        async def run_remote(payloads: Sequence[ParsedRequest]) -> list[Any]:
+            with self._counted():
+                return await kind.run_remote(model.name, payloads)
+
+        is_remote = isinstance(self.session, Remote)
+        # Threads for each model, so that a slow model delays no other.
+        pool = None if is_remote else self._pool(self.options.num_workers, "jaxsok-call")
+
+        async def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
+            return await asyncio.get_running_loop().run_in_executor(pool, call, payloads)
 
         def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
             self.metrics.batch_requests.labels(*labels).observe(sum(payload.num_requests for payload in payloads))
@@ -358,14 +375,12 @@ class App:
             self.metrics.splits.labels(*labels).inc(is_split)
 
         self._batchers[labels] = Batcher(
-            run,
+            run_remote if is_remote else run,
             {"": model.max_batch_size, **model.max_keys},  # by the names of `ParsedRequest.costs`
-            # One for each model, so that a slow model delays no other.
-            executor=self._pool(self.options.num_workers, "jaxsok-call"),
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
-            observe=None if isinstance(self.session, Remote) else observe,  # counted where the calls are made
+            observe=None if is_remote else observe,  # counted where the calls are made
             observe_depth=self.metrics.depth.labels(*labels).set,
         )
         return self._batchers[labels]

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok import keys as keys_lib
 from jaxsok.serving import artifact
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig
@@ -24,7 +26,6 @@ from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
 from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
-from jaxsok.serving.padding import NO_KEYS, key_words
 from jaxsok.serving.ready import Ready
 from jaxsok.types import COUNTS, PADDING_KEY
 
@@ -33,6 +34,9 @@ LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, 
 # many rows, each of its own by itself.
 MOST_SETS = 16
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
+# A program makes one array of its results up to so many bytes of rows, so that one copy brings them to the host: a
+# copy for each table would take longer than the lookup. For larger ones the copy on the device takes memory.
+MOST_JOINED_BYTES = 4 << 20
 
 Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
 Program: TypeAlias = Lookup | Prediction
@@ -125,28 +129,26 @@ class DeviceRows(_Programs):
         while True:
             place = self.place_of(self._versions.current)
             programs = self._programs(place, num_keys)  # compiled here: not while an update waits for its readers
-            words = [
-                np.concatenate([key_words(keys.get(name, NO_KEYS).reshape(-1), size) for name, size in program])
-                for program in programs
-            ]
+            words = [_join_words(keys, program) for program in programs]
             with self._versions.reading() as version:
                 if self.place_of(version) == place:
                     pairs = zip(words, programs, strict=True)
                     calls = [look_up_words(self._tables(version), mine, program) for mine, program in pairs]
                     break
         # The results of a program are the caller's: an update need not wait until they are copied.
-        for rows, counts in calls:
-            for array in (counts, *(rows[name] for name in keys if name in rows)):
-                array.copy_to_host_async()
+        for array in itertools.chain(*calls):
+            array.copy_to_host_async()
 
         def finish() -> Found:
-            values = {
-                name: np.asarray(rows[name])[: array.size].reshape(*array.shape, self._dims[name])
-                for rows, _ in calls
-                for name, array in keys.items()
-                if name in rows
-            }
-            total = np.sum([np.asarray(counts)[:, _HITS_AND_MISSING] for _, counts in calls], axis=0)
+            values, total = {}, np.zeros((len(self._names), len(_HITS_AND_MISSING)), np.int64)
+            for arrays, program in zip(calls, programs, strict=True):
+                rows, counts = _split_results(arrays, [size * self._dims[name] for name, size in program])
+                for (name, _), mine in zip(program, rows, strict=True):
+                    if name in keys:
+                        array, dim = keys[name], self._dims[name]
+                        values[name] = mine[: array.size * dim].reshape(*array.shape, dim)
+                total += counts[:, _HITS_AND_MISSING]
+            values = {name: values[name] for name in keys}
             return values, version.number, _count_keys(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
 
         return version.number, finish
@@ -454,16 +456,40 @@ def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
     return {name: (array.size, 0, 0, int((array == padding).sum())) for name, array in keys.items()}
 
 
+def _join_words(keys: Mapping[str, np.ndarray], program: Lookup) -> jaxtyping.UInt32[np.ndarray, "num_keys 2"]:
+    """Joins the keys of a program's tables, with padding behind those of each."""
+    joined, start = np.full(sum(size for _, size in program), np.uint64(PADDING_KEY)), 0
+    for name, size in program:
+        if name in keys:
+            joined[start : start + keys[name].size] = keys[name].reshape(-1)
+        start += size
+    return keys_lib.to_words(joined)
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def look_up_words(
     tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
-) -> tuple[dict[str, Array], Array]:
-    """Looks up the concatenated keys of some tables; returns rows and counts."""
+) -> list[Array]:
+    """Looks up the joined keys of some tables; returns the rows of each and counts, or the bits of all as one array."""
     inputs, start = {}, 0
     for name, size in sizes:
         inputs[name] = LookupInput(name, words[start : start + size])
         start += size
-    return lookup_with_counts(tables, inputs)
+    rows, counts = lookup_with_counts(tables, inputs)
+    arrays = [*(rows[name] for name, _ in sizes), counts]
+    if sum(array.size * array.itemsize for array in rows.values()) > MOST_JOINED_BYTES:
+        return arrays
+    return [jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1) for array in arrays])]
+
+
+def _split_results(arrays: Sequence[Array], sizes: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts."""
+    found = [np.asarray(array).reshape(-1) for array in arrays]
+    if len(found) == 1:
+        ends = list(itertools.accumulate(sizes))
+        found = [found[0][begin:end] for begin, end in itertools.pairwise([0, *ends, found[0].size])]
+    *rows, counts = found
+    return [mine.view(np.float32) for mine in rows], counts.view(np.int32).reshape(-1, len(COUNTS))
 
 
 def rest_s(until: float | None) -> float | None:

@@ -123,8 +123,11 @@ class Served:
         for name, given in keys.items():
             errors.require_table(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
-            with errors.refusals():
-                arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
+            if isinstance(given, np.ndarray) and given.dtype == np.uint64 and given.ndim > 0:
+                arrays[name] = np.ascontiguousarray(given)
+            else:
+                with errors.refusals():
+                    arrays[name] = keys_lib.from_words(keys_lib.words_of(given, "int64", what))
             self._check_number(what, name, arrays[name].size)
             check_bits(what, arrays[name], self.versions.key_bits)
         return arrays
