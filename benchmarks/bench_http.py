@@ -9,7 +9,7 @@ Workload: `python -m jaxsok serve`, with `--processes 1` and then with a front e
 Limit:    the same clients asking servers that do nothing but send as many bytes (`http_load.py`): no server that is
           faster could be told from these. On a machine with few cores the clients take time from the server.
 Command:  `python -m jaxsok bench --only http [--minutes 60]`
-Last result: docs/results/serving.md (one H100, commit f373908).
+Last result: docs/results/serving.md (one H100, commits f373908 and 103c5ad).
 
 The median, 99th and 99.9th percentile are of single requests, from the first byte that is sent to the last that
 arrives, after a first fifth of the time. Clients that ask again at once drive the server to its most requests a second,

@@ -4,8 +4,8 @@ Question: how many samples a second does each source give, with how many cores?
 Workload: a log in Criteo's form (13 integers, 26 keys a sample), batches of 65,536 samples; in the page cache.
 Limit:    none; the packing and copying of `bench_input.py` stand in the same table.
 Command:  `python -m jaxsok bench --only input`
-Last result: 2026-11-23, H200, 16 cores (docs/performance.md): NumPy 61 M samples/s, Criteo's binary files 33, Parquet
-          26, text 1.4 with 8 threads; workers not yet.
+Last result: 2026-11-26, H100, 16 cores (docs/results/2026-11-26-h100-input.md): NumPy 35 M samples/s, Criteo's binary
+          files 25, Arrow 23, Parquet 16, text 0.9 with 8 threads; workers not yet.
 
 "threads" are those that read; packing has its own. Where there are workers, each of these processes reads and packs
 with one thread. "cores" is processor time, that of workers included, over the time taken.

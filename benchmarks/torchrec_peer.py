@@ -5,7 +5,7 @@ Workload: M1, W1 and W5 with the ids of `workloads.py`, and the DLRM of `dlrm.py
           DLRM-DCNv2 with the tables, keys, model and optimizers of `examples/train_dcnv2.py`.
 Limit:    that of jaxsok's step on a mesh (`bench_exchange.py`, `bench_dcnv2.py`), measured in a run of its own.
 Command:  `torchrun --standalone --nproc-per-node 2 -m benchmarks.torchrec_peer --out torchrec.jsonl`
-Last result: docs/results/many_gpus.md (4 x H100); of DLRM-DCNv2 none yet.
+Last result: docs/results/many_gpus.md and dcnv2.md (4 x H100).
 
 One process a GPU. Tables are an `EmbeddingBagCollection` in float32 with a fused optimizer and no bounds check, sharded
 by TorchRec's planner, by rows, and by tables. "bfloat16" is TorchRec's quantized communication of rows and gradients.
