@@ -294,7 +294,7 @@ class _Run:
         self, what: str, variant: str, num_clients: int, found: dict[str, Any], seconds: float, **notes: Any
     ) -> Record:
         """Adds the record of a load."""
-        ms = latencies_ms(found, seconds)
+        ms = latencies_ms(found, seconds, with_lost="rate" in notes)
         return self.recorder.add(
             Record(
                 "http",
@@ -493,11 +493,12 @@ def check_answer(answer: bytes, given: str) -> int:
     return int(first.pop())
 
 
-def latencies_ms(found: dict[str, Any], seconds: float) -> list[float]:
-    """Returns the times of answered requests, without those at the begin."""
-    begin = min(found["ends"]) - found["latencies"][0] + _SKIPPED * seconds
-    rows = zip(found["ends"], found["latencies"], found["statuses"], strict=True)
-    kept = [1e3 * latency for end, latency, status in rows if status == 200 and end >= begin]
+def latencies_ms(found: dict[str, Any], seconds: float, *, with_lost: bool = False) -> list[float]:
+    """Returns the times of answered requests, without those at the begin; with those of lost ones if asked."""
+    rows = list(zip(found["ends"], found["latencies"], found["statuses"], strict=True))
+    begin = min((end - latency for end, latency, _ in rows), default=0.0) + _SKIPPED * seconds
+    wanted = (200, 0) if with_lost else (200,)
+    kept = [1e3 * latency for end, latency, status in rows if status in wanted and end >= begin]
     if not kept:
         statuses = sorted(set(found["statuses"]))
         raise RuntimeError(f"bench_http: no request was answered: statuses {statuses}, {found['refused']} refused.")

@@ -7,7 +7,8 @@ that answers the same bytes each time (`--trivial`); no faster server can be tol
 Without a rate, a client sends its next request when it has the last answer. So the number of clients is the number of
 requests under way, and their times are that number divided by what the server answers at most. With a rate, each
 request has a time at which it is due, and clients take turns. A request's time is counted from when it is due, also if
-its client still waits for the answer before it: otherwise a slow server would be asked less, and look faster.
+its client still waits for the answer before it: otherwise a slow server would be asked less, and look faster. For the
+same reason those that were due and have no answer at the end are counted, as lost, with the time that they have waited.
 
 Not here: what the requests are, and what their times mean.
 """
@@ -46,6 +47,8 @@ class Client(asyncio.Protocol):
         self._load, self._requests, self._due = load, requests, due
         self._transport: asyncio.Transport | None = None
         self._begin: float | None = None
+        self._next: float | None = None  # when the next request is due, if it waits for that
+        self._last_end, self._is_done = 0.0, False
         self._received, self._wanted = bytearray(), 0
         self._status, self._is_last = 0, False
 
@@ -57,20 +60,40 @@ class Client(asyncio.Protocol):
 
     def _ask(self) -> None:
         assert self._transport is not None
-        if self._load.is_over():
+        now = time.monotonic()
+        due = now if self._due is None else next(self._due)
+        self._next = None if self._due is None else due
+        if self._load.is_over(max(now, due)):
+            self._is_done = True
             self._transport.close()
         elif self._due is None:
-            self._send(time.monotonic())
+            self._send(due)
         else:
-            due = next(self._due)
-            asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._send, due)
+            asyncio.get_running_loop().call_later(max(0.0, due - now), self._send, due)
 
     def _send(self, due: float) -> None:
         assert self._transport is not None
-        if not self._transport.is_closing() and not self._load.is_over():
-            self._begin = due
-            self._load.late.append(time.monotonic() - due)
+        if not self._transport.is_closing():
+            self._begin, self._next = due, None
+            self._load.late.append(time.monotonic() - max(due, self._last_end))
             self._transport.write(next(self._requests))
+
+    def _dues(self) -> Iterator[float] | None:
+        """Returns when further requests are due, with one that waits for it."""
+        return self._due if self._due is None or self._next is None else itertools.chain([self._next], self._due)
+
+    def give_up(self) -> None:
+        """Closes the connection; at a fixed rate counts what was due and has no answer at the end of the time."""
+        self._is_done = True
+        if self._transport is not None:
+            self._transport.abort()
+        if (dues := self._dues()) is None:
+            self._begin = None
+            return
+        if self._begin is not None:
+            self._end(0)
+        for due in itertools.takewhile(lambda due: not self._load.is_over(due), dues):
+            self._load.add(due, 0, b"")
 
     def data_received(self, data: bytes) -> None:
         """Takes a part of an answer."""
@@ -97,7 +120,7 @@ class Client(asyncio.Protocol):
     def _end(self, status: int, answer: bytes = b"") -> None:
         assert self._begin is not None
         self._load.add(self._begin, status, answer)
-        self._begin = None
+        self._begin, self._last_end = None, time.monotonic()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Counts the request that was lost, if there was one, and connects again."""
@@ -105,29 +128,41 @@ class Client(asyncio.Protocol):
             self._end(0)
         self._received.clear()
         self._wanted = 0
-        if not self._load.is_over():
-            self._load.connect(self._requests, self._due)
+        if not self._is_done and not self._load.is_over():
+            self._load.connect(self._requests, self._dues(), self)
 
 
 class Load:
     """The clients of one process, and the times of their requests."""
 
-    def __init__(self, port: int, num_clients: int, seconds: float, requests: Sequence[bytes], rate: float | None):
-        """Declares the load, of requests a second or as many as are answered (None); nothing is sent yet."""
+    def __init__(
+        self,
+        port: int,
+        num_clients: int,
+        seconds: float,
+        requests: Sequence[bytes],
+        rate: float | None,
+        delay_s: float = 0.0,
+    ):
+        """Declares the load, of requests a second or as many as are answered (None); nothing is sent yet.
+
+        The first request is due after `delay_s`, by which processes of clients take turns.
+        """
         self._port, self._num_clients, self._seconds, self._all = port, num_clients, seconds, requests
-        self._rate = rate
+        self._rate, self._delay_s = rate, delay_s
         self._end, self._tasks = 0.0, set[asyncio.Task[None]]()
+        self._clients: set[Client] = set()
         self.ends: list[float] = []
         self.latencies: list[float] = []
         self.statuses: list[int] = []
         self.late: list[float] = []
-        """How long after it was due each request was sent, in seconds."""
+        """How long after it was due, or after the answer before it, each request was sent, in seconds."""
         self.refused = 0
         self.checked: list[bytes] = []
 
-    def is_over(self) -> bool:
-        """Returns whether the time is over."""
-        return time.monotonic() >= self._end
+    def is_over(self, at: float | None = None) -> bool:
+        """Returns whether the time is over, now or at another time."""
+        return (time.monotonic() if at is None else at) >= self._end
 
     def add(self, begin: float, status: int, answer: bytes) -> None:
         """Adds a request; status 0: its connection was closed before the answer."""
@@ -138,17 +173,20 @@ class Load:
         if status == 200 and len(self.ends) % CHECK_EVERY == 1 and len(self.checked) < 8:
             self.checked.append(answer)
 
-    def connect(self, requests: Iterator[bytes], due: Iterator[float] | None) -> None:
-        """Connects a client in the background, as often as it takes."""
-        task = asyncio.get_running_loop().create_task(self._connect(requests, due))
+    def connect(self, requests: Iterator[bytes], due: Iterator[float] | None, instead: Client | None = None) -> None:
+        """Connects a client in the background, as often as it takes; in place of another whose connection ended."""
+        client = Client(self, requests, due)
+        self._clients.discard(instead)
+        self._clients.add(client)
+        task = asyncio.get_running_loop().create_task(self._connect(client))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, requests: Iterator[bytes], due: Iterator[float] | None) -> None:
+    async def _connect(self, client: Client) -> None:
         while not self.is_over():
             try:
                 loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: Client(self, requests, due), "127.0.0.1", self._port)
+                await loop.create_connection(lambda: client, "127.0.0.1", self._port)
                 return
             except OSError:
                 self.refused += 1
@@ -161,10 +199,13 @@ class Load:
         for number in range(self._num_clients):
             first, due = number * len(self._all) // self._num_clients, None
             if self._rate is not None:
-                due = itertools.count(begin + number / self._rate, self._num_clients / self._rate)
+                first_due = begin + self._delay_s + number / self._rate
+                due = itertools.count(first_due, self._num_clients / self._rate)
             self.connect(itertools.cycle([*self._all[first:], *self._all[:first]]), due)
         await asyncio.sleep(self._end - time.monotonic() + 0.05)
         await asyncio.sleep(min(0.5, 0.05 * self._seconds))  # Requests under way end.
+        for client in self._clients:
+            client.give_up()
 
 
 class _Trivial(asyncio.Protocol):
@@ -225,7 +266,7 @@ class Asking:
     def wait(self) -> dict[str, Any]:
         """Waits for the end; returns ends, latencies (seconds), statuses, refused connections, and checked answers.
 
-        `late` has the seconds by which requests were sent after they were due.
+        `late` has the seconds by which requests were sent after they were due, or after the answer before them.
         """
         found: dict[str, Any] = {"ends": [], "latencies": [], "statuses": [], "late": [], "refused": 0, "checked": []}
         for process in self._processes:
@@ -259,7 +300,7 @@ def asking(
             mine = num_clients * (number + 1) // num_processes - num_clients * number // num_processes
             options = ["--port", str(ports[number % len(ports)]), "--clients", str(mine), "--seconds", str(seconds)]
             if rate is not None:
-                options += ["--rate", str(rate * mine / num_clients)]
+                options += ["--rate", str(rate * mine / num_clients), "--delay-s", str(number / rate)]
             process = stack.enter_context(_started(options))
             assert process.stdin is not None and process.stdout is not None
             # Each process begins elsewhere among the requests.
@@ -282,12 +323,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int)
     for name in ("seconds", "rate"):
         parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--delay-s", type=float, default=0.0)
     options = parser.parse_args()
     if options.trivial is not None:
         asyncio.run(_serve(options.trivial, options.request_bytes))
         return
     requests = [base64.b64decode(request) for request in json.loads(sys.stdin.readline())]
-    load = Load(options.port, options.clients, options.seconds, requests, options.rate)
+    load = Load(options.port, options.clients, options.seconds, requests, options.rate, options.delay_s)
     # The timers of epoll have whole milliseconds, those of select microseconds.
     select = selectors.DefaultSelector if options.rate is None else selectors.SelectSelector
     print("ready", flush=True)

@@ -77,7 +77,10 @@ _Read = tuple[Packing, Any] | None
 
 
 class _Stages:
-    """A future that has no thread: whoever needs its result runs its stages. Ctrl-C is not kept for later."""
+    """A future that has no thread: whoever needs its result runs its stages.
+
+    Ctrl-C is raised at once, and again for a later loop, which would otherwise go on without the batch.
+    """
 
     def __init__(self, stages: Generator[None, None, _Read]):
         self._stages, self._result, self._error, self._is_done = stages, None, None, False
@@ -91,8 +94,10 @@ class _Stages:
             next(self._stages)
         except StopIteration as end:
             self._result, self._is_done = end.value, True
-        except Exception as error:
+        except BaseException as error:
             self._error, self._is_done = error, True
+            if not isinstance(error, Exception):
+                raise
 
     def exception(self) -> BaseException | None:
         """Runs all stages; returns what one of them raised."""

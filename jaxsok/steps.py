@@ -62,8 +62,13 @@ class Steps:
 
     def lookup(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch, or takes its lookup in flight out of the state, then the following batches."""
+        lands_exact = bool(state.ahead) and state.ahead[0].embeddings is None
         embeddings, state, plan = self._land(state, plan) if state.ahead else self._look_up(state, plan, clock)
-        for following in () if state.drains else plan.following[len(state.ahead) :]:
+        following_plans = () if state.drains else plan.following[len(state.ahead) :]
+        if lands_exact and (plan.staleness or not following_plans):
+            stores = tuple(tiers.finish_moves(*pair) for pair in zip(self.stores, state.stores, strict=True))
+            state = dataclasses.replace(state, stores=stores)
+        for following in following_plans:
             if plan.staleness:
                 values, state, done = self._look_up(state, following, None)
                 in_flight = InFlight(
@@ -100,6 +105,7 @@ class Steps:
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
                 found.append(lookup_lib.find_nothing(spec))
+                stores[s] = tiers.finish_moves(spec, stores[s])
                 continue
             stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
             stores[s] = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)

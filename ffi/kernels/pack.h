@@ -71,15 +71,15 @@ int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays);
 /// length, offsets that decrease or do not begin at 0, an end after the keys. The output is undefined then.
 int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num_items, int32_t num_threads);
 
-/// Begins to write keys and weights with up to `num_threads` threads, that of JaxsokEndKeys among them, and returns
-/// what that call takes, once. Until it returns, threads read and write all arrays of the items, but not `items`
-/// itself.
-void* JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads);
+/// Begins to write keys and weights with up to `num_threads` threads, that of JaxsokEndKeys among them, and sets
+/// `begun` for that call. Until it returns, threads read and write all arrays of the items, but not `items` itself.
+void JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads, void** begun);
 
 /// Takes part in the writing and waits for its end. Returns 0, or the number of a refused item, counted from 1: keys
 /// other than padding after the last bag, a weight that is not finite as a float, a bag of more than `square` keys; and
 /// -1 in a process that was forked in between, since the threads are its parent's. The output is undefined then.
-int64_t JaxsokEndKeys(void* begun);
+/// Clears `begun`; returns 0 at once if it is clear.
+int64_t JaxsokEndKeys(void** begun);
 }
 
 #endif  // JAXSOK_KERNELS_PACK_H_

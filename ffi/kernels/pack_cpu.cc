@@ -434,7 +434,8 @@ JAXSOK_VISIBLE int64_t JaxsokPackBags(const jaxsok::PackBags* items, int64_t num
   return Begin(num_threads, num_bags, num_items, run)->End();
 }
 
-JAXSOK_VISIBLE void* JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads) {
+JAXSOK_VISIBLE void JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_items, int32_t num_threads,
+                                    void** begun) {
   using namespace jaxsok;
   std::vector<Part> parts;
   std::vector<Task> tasks;
@@ -454,14 +455,15 @@ JAXSOK_VISIBLE void* JaxsokBeginKeys(const jaxsok::PackKeys* items, int64_t num_
     }
   }
   const auto num_tasks = static_cast<int64_t>(tasks.size());
-  return new auto(
-      Begin(num_threads, num_keys, num_tasks, [parts = std::move(parts), tasks = std::move(tasks)](int64_t t) {
+  *begun =
+      new auto(Begin(num_threads, num_keys, num_tasks, [parts = std::move(parts), tasks = std::move(tasks)](int64_t t) {
         const Part& part = parts[tasks[t].part];
         return DoTask(part, tasks[t].first, tasks[t].last) ? 0 : part.number;
       }));
 }
 
-JAXSOK_VISIBLE int64_t JaxsokEndKeys(void* begun) {
-  const std::unique_ptr<std::shared_ptr<jaxsok::Job>> job(static_cast<std::shared_ptr<jaxsok::Job>*>(begun));
-  return (*job)->End();
+JAXSOK_VISIBLE int64_t JaxsokEndKeys(void** begun) {
+  const std::unique_ptr<std::shared_ptr<jaxsok::Job>> job(
+      static_cast<std::shared_ptr<jaxsok::Job>*>(std::exchange(*begun, nullptr)));
+  return job == nullptr ? 0 : (*job)->End();
 }

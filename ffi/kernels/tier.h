@@ -200,6 +200,9 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving
                         int64_t most_moves, uint32_t begin);
 
 /// Reads coming rows from host memory, or from the rows read ahead, into their slots, or initializes them.
+///
+/// Post   : rows that left in this call, and were written ahead, may still be on their way to host memory;
+///          LaunchWriteAhead waits for them, also if it has nothing to write.
 LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                        int64_t most_moves);
 
@@ -209,7 +212,7 @@ LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, 
 LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                             int64_t most_moves);
 
-/// Writes as LaunchWrite, while the stream continues: from a copy of the rows.
+/// Writes as LaunchWrite, while the stream continues: from a copy of the rows. Waits for the rows written ahead before.
 LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
                              int64_t most_moves, uint32_t begin);
 

@@ -16,7 +16,11 @@ namespace {
 
 constexpr int64_t kParts = 3;
 
-int64_t PackOneItem(const PackKeys& item) { return JaxsokEndKeys(JaxsokBeginKeys(&item, 1, 4)); }
+int64_t PackOneItem(const PackKeys& item) {
+  void* begun = nullptr;
+  JaxsokBeginKeys(&item, 1, 4, &begun);
+  return JaxsokEndKeys(&begun);
+}
 
 /// Begins several jobs and ends them in another order: each writes its own output, whatever becomes of its items.
 void PackSeveral() {
@@ -34,10 +38,11 @@ void PackSeveral() {
     item.width = item.num_parts = 1;
     item.num_keys = item.size = kKeys;
     item.packed = reinterpret_cast<char*>(packed[j].data());
-    begun[j] = JaxsokBeginKeys(&item, 1, 1 + j);
+    JaxsokBeginKeys(&item, 1, 1 + j, &begun[j]);
   }
   for (int j : {3, 0, 4, 1, 2}) {
-    JAXSOK_CHECK(JaxsokEndKeys(begun[j]) == 0);
+    JAXSOK_CHECK(JaxsokEndKeys(&begun[j]) == 0 && begun[j] == nullptr);
+    JAXSOK_CHECK(JaxsokEndKeys(&begun[j]) == 0);  // has ended
     JAXSOK_CHECK(packed[j] == keys[j]);
   }
 }

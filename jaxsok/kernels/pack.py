@@ -49,7 +49,7 @@ def _functions() -> tuple[Callable[..., Any], ...]:
     loaded = library.load_cpu()
     # With the interpreter's lock: another thread that got it in so short a call might keep it for milliseconds.
     read = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    begin = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+    begin = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
     return (
         read(("JaxsokPackAddresses", loaded)),
         loaded.JaxsokPackBags,
@@ -88,13 +88,15 @@ class KeysJob:
     """
 
     def __init__(self, items: np.ndarray, num_threads: int, arrays: Any):
-        begun = _functions()[2](items.ctypes.data, len(items), num_threads)
-        self._end = weakref.finalize(self, _end_keys, begun, arrays)
+        self._begun = ctypes.c_void_p()  # the library sets it, and clears it when the job has ended
+        # First, since Ctrl-C may come as soon as the job has begun.
+        weakref.finalize(self, _end_keys, self._begun, arrays)
+        _functions()[2](items.ctypes.data, len(items), num_threads, ctypes.addressof(self._begun))
 
     def wait(self) -> bool:
         """Waits, once, and works too; returns False where the data are refused."""
-        return self._end() == 0
+        return _end_keys(self._begun, None) == 0
 
 
-def _end_keys(begun: int, arrays: Any) -> int:
-    return _functions()[3](begun)
+def _end_keys(begun: ctypes.c_void_p, arrays: Any) -> int:
+    return _functions()[3](ctypes.addressof(begun))

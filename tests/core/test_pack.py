@@ -1,5 +1,6 @@
 """Packing by threads: the batch of NumPy and of plain lists; its refusals; reused memory."""
 
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -824,6 +825,26 @@ def test_a_forked_process_packs_with_threads_of_its_own():
 
 # --------------------------------------------------------------------------------------------------------------
 # Batches that are packed while their caller does other work
+
+
+def test_ctrl_c_leaves_no_job_behind(monkeypatch):
+    """Ctrl-C may come as soon as a job has begun: it has ended before its arrays are freed."""
+    collection, seen, functions = declare(("single",), None), [], kernel._functions()
+
+    def begin(*given):
+        functions[2](*given)
+        seen.append(bool(ctypes.c_void_p.from_address(given[-1])))  # it has begun
+        raise KeyboardInterrupt
+
+    def end(cell):
+        seen.append(bool(ctypes.c_void_p.from_address(cell)))
+        return functions[3](cell)
+
+    monkeypatch.setattr(kernel, "_functions", lambda: (*functions[:2], begin, end))
+    with pytest.raises(KeyboardInterrupt):
+        collection.batch({"0 single": np.arange(300_000)})
+    gc.collect()
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])

@@ -267,6 +267,25 @@ def test_ctrl_c_while_the_caller_reads_is_raised_at_once():
         next(iter(collection(NUM_SHARDS).pipeline(raws(), prefetch=0)))
 
 
+def test_ctrl_c_while_a_batch_is_packed_leaves_none_out(monkeypatch):
+    """It is raised at once; a second loop does not go on with the batch after that one."""
+    declared, calls = collection(None), itertools.count()
+    complete = declared.packer.complete
+
+    def interrupted(begun):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return complete(begun)
+
+    monkeypatch.setattr(declared.packer, "complete", interrupted)
+    pipeline, seen = declared.pipeline((even(i) for i in range(6)), prefetch=0), []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            for batch, _ in pipeline:
+                seen.append(batch)
+    assert len(seen) == 2
+
+
 def test_a_short_last_batch_is_padded():
     """`pad_to` reaches every batch, and each mask marks the real samples."""
     short = {"user": np.arange(5), "ad": jaxsok.Bags(np.arange(3), lengths=np.array([0, 1, 0, 2, 0]))}

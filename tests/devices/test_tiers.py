@@ -368,6 +368,20 @@ def test_rows_brought_ahead(num_shards, device_rows):
         assert ahead > fetched / 2 > 0
 
 
+def test_the_last_lookup_waits_for_rows_on_their_way():
+    """Rows that were written ahead are in host memory when a step has looked nothing up ahead: others may read them."""
+    declared = collection_of("two that need not grow", 90)
+    calls, state = [], declared.init(seed=0)
+    lookup = jax.jit(declared.lookup, donate_argnums=0)
+    for _, plan in declared.pipeline(raw_batches(declared, 3), lookahead=1):
+        text = lookup.lower(state, plan).as_text()
+        calls.append([name in text for name in ("jaxsok_tier_bring_ahead", "jaxsok_tier_write_ahead")])
+        embeddings, state, plan = lookup(state, plan)
+        state, _ = declared.update(state, plan, embeddings)
+    assert calls == 3 * [[True, True]]
+    assert "ahead" not in lookup.lower(state, dataclasses.replace(plan, following=())).as_text()
+
+
 @pytest.mark.parametrize("device_rows", [24, pytest.param(0, marks=pytest.mark.slow)])
 def test_micro_batches(device_rows):
     """One update of the plans of three lookups steps each row once."""

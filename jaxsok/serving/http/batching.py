@@ -34,9 +34,9 @@ class _Job(Generic[Payload]):
 class Batcher(Generic[Payload, Result]):
     """Runs payloads together, in the order in which they came, on one event loop.
 
-    A payload that finds no call under way begins one at once. Others wait until that call ends, until they fill a call,
-    or until the first of them has waited `max_delay_s`, and a worker is free. All payloads of a call see one version of
-    the tables.
+    A payload that finds no call under way begins one at once. Others wait until no call is under way. If a worker is
+    free, they begin earlier: when they fill a call, or when the first of them has waited `max_delay_s`. All payloads of
+    a call see one version of the tables.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Batcher(Generic[Payload, Result]):
             self._closed |= isinstance(error, asyncio.CancelledError)  # a cancelled worker has to end
         finally:
             self._num_running -= 1
-            self._arrived.set()  # those that wait for company need not
+            self._arrived.set()  # the worker that gathers looks again: no call may be under way now
         for job, result in zip(jobs, results, strict=True):
             if job.answer.done():  # its caller was cancelled
                 continue

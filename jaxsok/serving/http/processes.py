@@ -127,7 +127,8 @@ class Processes:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._loop.add_signal_handler(number, self._stop, number)
         async with self.app.lifespan():
-            server = await asyncio.start_unix_server(self._serve, self._path, limit=1 << 20)
+            # A connection that finds the backlog full is refused; all front ends may connect at once.
+            server = await asyncio.start_unix_server(self._serve, self._path, limit=1 << 20, backlog=4096)
             keepers = [self._loop.create_task(self._keep(number)) for number in range(len(self._sockets))]
             stopped = self._loop.create_task(self._stopping.wait())
             await asyncio.wait([*keepers, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -41,7 +41,7 @@ def pack(head: Any, arrays: Mapping[str, Any]) -> bytes:
     return b"".join([SIZES.pack(len(text), sum(map(len, data))), text, *data])
 
 
-def unpack(text: bytes | bytearray, data: bytes | memoryview) -> tuple[Any, dict[str, Any]]:
+def unpack(text: bytes | memoryview, data: bytes | memoryview) -> tuple[Any, dict[str, Any]]:
     """Reads the head and the arrays of a frame; the arrays share its memory, and are read-only."""
     head, spec = pickle.loads(text)
     arrays, bags, place = dict[str, Any](), collections.defaultdict[str, dict[str, Any]](dict), 0
@@ -66,8 +66,8 @@ def split(joined: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]
 class Remote:
     """A session whose tables are in another process; lookups and predictions wait for it on the event loop.
 
-    A thread keeps `models` as they are served, and calls `on_end` when the other process has ended. It and others that
-    call have a connection each.
+    A thread keeps `models` as they are served, and calls `on_end` when the other process has ended. Each thread that
+    calls has a connection of its own.
     """
 
     def __init__(self, path: str, on_end: Callable[[], None]) -> None:
@@ -143,10 +143,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.transport: Any = None
-        self._parts, self._place = [bytearray(SIZES.size)], 0  # sizes, head and data of a frame, as far as they came
-        self._answer: asyncio.Future[Sequence[bytearray]] | None = None
+        self._parts, self._place = [_buffer(SIZES.size)], 0  # sizes, head and data of a frame, as far as they came
+        self._answer: asyncio.Future[Sequence[memoryview]] | None = None
 
-    async def ask(self, frame: bytes) -> Sequence[bytearray]:
+    async def ask(self, frame: bytes) -> Sequence[memoryview]:
         """Sends a frame; waits for the head and the data of the answer."""
         if self.transport.is_closing():
             raise OSError("the process of the session has ended")
@@ -162,16 +162,16 @@ class _Connection(asyncio.BufferedProtocol):
         self.transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self._parts[-1])[self._place :]
+        return self._parts[-1][self._place :]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._place += nbytes
         while self._place == len(self._parts[-1]):  # also of a part without bytes
             self._place = 0
             if len(self._parts) < 3:
-                self._parts.append(bytearray(SIZES.unpack(self._parts[0])[len(self._parts) - 1]))
+                self._parts.append(_buffer(SIZES.unpack(self._parts[0])[len(self._parts) - 1]))
                 continue
-            (_, *answer), self._parts = self._parts, [bytearray(SIZES.size)]
+            (_, *answer), self._parts = self._parts, [_buffer(SIZES.size)]
             if self._answer is not None and not self._answer.done():
                 self._answer.set_result(answer)
 
@@ -180,7 +180,12 @@ class _Connection(asyncio.BufferedProtocol):
             self._answer.set_exception(ConnectionError())
 
 
-def _open(answer: Sequence[bytes | bytearray]) -> tuple[Any, dict[str, Any]]:
+def _buffer(num_bytes: int) -> memoryview:
+    """Makes a buffer that is not zeroed: the event loop would stand still meanwhile."""
+    return memoryview(np.empty(num_bytes, np.uint8)) if num_bytes else memoryview(bytearray())
+
+
+def _open(answer: Sequence[bytes | memoryview]) -> tuple[Any, dict[str, Any]]:
     """Reads an answer; raises the error of the other process."""
     text, data = answer
     head, found = unpack(text, memoryview(data).toreadonly())

@@ -1,7 +1,8 @@
 """The HTTP application over a session: lookups, predictions, models, health, metrics. docs/server.md has the formats.
 
 No client is trusted: sizes are bounded while bodies are read, every input is checked before it joins a batch, and no
-input names a file. The event loop handles small bodies; calls of the session, and large bodies, run in threads.
+input names a file. The event loop handles small bodies; large ones, and calls of a session in this process, run in
+threads.
 """
 
 import asyncio

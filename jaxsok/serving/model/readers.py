@@ -136,15 +136,19 @@ class DeviceRows(_Programs):
                     calls = [look_up_words(self._tables(version), mine, program) for mine, program in pairs]
                     break
         # The results of a program are the caller's: an update need not wait until they are copied.
-        for array in itertools.chain(*calls):
-            array.copy_to_host_async()
+        for arrays, program in zip(calls, programs, strict=True):
+            if len(arrays) > 1:  # not joined: rows that nobody asked for stay where they are
+                arrays[:-1] = [rows if name in keys else None for rows, (name, _) in zip(arrays, program, strict=False)]
+            for array in arrays:
+                if array is not None:
+                    array.copy_to_host_async()
 
         def finish() -> Found:
             values, total = {}, np.zeros((len(self._names), len(_HITS_AND_MISSING)), np.int64)
             for arrays, program in zip(calls, programs, strict=True):
                 rows, counts = _split_results(arrays, [size * self._dims[name] for name, size in program])
                 for (name, _), mine in zip(program, rows, strict=True):
-                    if name in keys:
+                    if name in keys and mine is not None:
                         array, dim = keys[name], self._dims[name]
                         values[name] = mine[: array.size * dim].reshape(*array.shape, dim)
                 total += counts[:, _HITS_AND_MISSING]
@@ -482,14 +486,18 @@ def look_up_words(
     return [jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1) for array in arrays])]
 
 
-def _split_results(arrays: Sequence[Array], sizes: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts."""
-    found = [np.asarray(array).reshape(-1) for array in arrays]
-    if len(found) == 1:
+def _split_results(arrays: Sequence[Array | None], sizes: Sequence[int]) -> tuple[list[np.ndarray | None], np.ndarray]:
+    """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts.
+
+    Rows that are None stay so.
+    """
+    *rows, counts = (None if array is None else np.asarray(array).reshape(-1) for array in arrays)
+    assert counts is not None
+    if not rows:
         ends = list(itertools.accumulate(sizes))
-        found = [found[0][begin:end] for begin, end in itertools.pairwise([0, *ends, found[0].size])]
-    *rows, counts = found
-    return [mine.view(np.float32) for mine in rows], counts.view(np.int32).reshape(-1, len(COUNTS))
+        *rows, counts = (counts[begin:end] for begin, end in itertools.pairwise([0, *ends, counts.size]))
+    by_table = counts.view(np.int32).reshape(-1, len(COUNTS))
+    return [None if mine is None else mine.view(np.float32) for mine in rows], by_table
 
 
 def rest_s(until: float | None) -> float | None:
