@@ -66,8 +66,7 @@ class Steps:
         embeddings, state, plan = self._land(state, plan) if state.ahead else self._look_up(state, plan, clock)
         following_plans = () if state.drains else plan.following[len(state.ahead) :]
         if lands_exact and (plan.staleness or not following_plans):
-            stores = tuple(tiers.finish_moves(*pair) for pair in zip(self.stores, state.stores, strict=True))
-            state = dataclasses.replace(state, stores=stores)
+            state = dataclasses.replace(state, stores=tuple(map(tiers.finish_moves, state.stores)))
         for following in following_plans:
             if plan.staleness:
                 values, state, done = self._look_up(state, following, None)
@@ -105,7 +104,7 @@ class Steps:
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if not features.layouts:
                 found.append(lookup_lib.find_nothing(spec))
-                stores[s] = tiers.finish_moves(spec, stores[s])
+                stores[s] = tiers.finish_moves(stores[s])
                 continue
             stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
             stores[s] = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)

@@ -68,7 +68,7 @@ def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> Sto
 
     On a GPU their records are read, and those of rows that make room are written, while other work runs; the op that
     brings the rows waits for what is read. What is done with the store in between may undo the advantage, but nothing
-    else. Brings no rows where the op might stage rows: those are written to host memory after each op.
+    else. Brings nothing where the op might stage rows: those are written to host memory after each op.
 
     Rows that left the cache, and were written ahead for that, may be on their way to host memory until the next call of
     this function ends. A lookup that takes one ahead out of the state therefore calls it, or `finish_moves`.
@@ -78,14 +78,14 @@ def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> Sto
     (tier,) = store.tier
     num_slots = _num_slots(spec, store)
     if row_ids.shape[0] > num_slots:
-        row_ids = tier.owners[:1, 3] | jnp.uint32(NO_ROW)  # no row
+        return finish_moves(store)
     tier, host, counters = kernels.bring_ahead(tier, store.rows, store.records, store.counters, row_ids, num_slots)
     return dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
 
 
-def finish_moves(spec: StoreSpec, store: StoreState) -> StoreState:
+def finish_moves(store: StoreState) -> StoreState:
     """Waits, on the device, until all rows that left the cache are in host memory, where later ops may read them."""
-    return bring_rows_ahead(spec, store, store.tier[0].owners[:1, 3] | jnp.uint32(NO_ROW)) if store.tier else store
+    return dataclasses.replace(store, tier=tuple(kernels.wait(tier, store.rows) for tier in store.tier))
 
 
 def _num_slots(spec: StoreSpec, store: StoreState) -> int:

@@ -1,4 +1,4 @@
-// Handlers of the tier noun: bring, write and read, their versions ahead of a call, and peek.
+// Handlers of the tier noun: bring, write and read, their versions ahead of a call, wait, and peek.
 #include "../kernels/tier.h"
 
 #include "buffers.h"
@@ -237,6 +237,14 @@ ffi::Error ReadAhead(Call& call) {
   });
 }
 
+/// Waits for rows on their way to host memory. Places pass through it, so that calls that read there come after it.
+ffi::Error Wait(Call& call) {
+  TierReader reader(call, true);
+  reader.ReadPlaces();
+  reader.ReadHostAddresses();
+  return call.Launch([&](Stream stream) { return LaunchWait(stream, reader.tier()); });
+}
+
 /// Gives every position a slot with the numbers of its row; changes no state.
 ffi::Error Peek(Call& call) {
   TierReader reader(call, false);
@@ -265,6 +273,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokTierRead, "tier_read", Read);
 JAXSOK_DEFINE_HANDLER(JaxsokTierBringAhead, "tier_bring_ahead", BringAhead);
 JAXSOK_DEFINE_EAGER_HANDLER(JaxsokTierWriteAhead, "tier_write_ahead", WriteAhead);
 JAXSOK_DEFINE_EAGER_HANDLER(JaxsokTierReadAhead, "tier_read_ahead", ReadAhead);
+JAXSOK_DEFINE_HANDLER(JaxsokTierWait, "tier_wait", Wait);
 JAXSOK_DEFINE_HANDLER(JaxsokTierPeek, "tier_peek", Peek);
 
 }  // namespace jaxsok

@@ -201,8 +201,8 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving
 
 /// Reads coming rows from host memory, or from the rows read ahead, into their slots, or initializes them.
 ///
-/// Post   : rows that left in this call, and were written ahead, may still be on their way to host memory;
-///          LaunchWriteAhead waits for them, also if it has nothing to write.
+/// Post   : rows that left in this call, and were written ahead, may still be on their way to host memory. They have
+///          arrived after LaunchWriteAhead for the next call, or LaunchWait.
 LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                        int64_t most_moves);
 
@@ -215,6 +215,9 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
 /// Writes as LaunchWrite, while the stream continues: from a copy of the rows. Waits for the rows written ahead before.
 LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,
                              int64_t most_moves, uint32_t begin);
+
+/// Waits until all rows that were written ahead are in host memory.
+LaunchError LaunchWait(Stream stream, const TierView& tier);
 
 /// Gives every position a slot that holds the numbers of its row, and changes only staged rows.
 ///

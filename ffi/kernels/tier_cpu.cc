@@ -198,6 +198,8 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
 
 LaunchError LaunchReadAhead(Stream, const TierView&, const Move*, const uint32_t*, int64_t) { return nullptr; }
 
+LaunchError LaunchWait(Stream, const TierView&) { return nullptr; }
+
 LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                        uint32_t* slots) {
   RunRanges(stream, num_keys, kRowsPerTask, [&](int64_t begin, int64_t end) {

@@ -505,6 +505,15 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
   });
 }
 
+LaunchError LaunchWait(Stream stream, const TierView& tier) {
+  for (int s = 0; s < tier.starts.num_slabs; ++s) {
+    const Area* area = FindArea(tier.host.data[s]);
+    if (area == nullptr) continue;
+    WaitKernel<<<1, 1, 0, stream>>>(area->link->jobs, &area->on_device->last_write);
+  }
+  return LastLaunchError();
+}
+
 LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                        uint32_t* slots) {
   if (num_keys == 0) return nullptr;

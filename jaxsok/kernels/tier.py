@@ -1,4 +1,4 @@
-"""Doors of the tier noun: bring, bring_ahead, give_back. Rows lie in host memory, some also in a cache."""
+"""Doors of the tier noun: bring, bring_ahead, wait, give_back. Rows lie in host memory, some also in a cache."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -169,6 +169,13 @@ def bring_ahead(
     host = _write_leaving(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
     changed = {name: listed[name] for name in _PLACING_ARRAYS} | {"counters": out["counters"]}
     return dataclasses.replace(tier, **changed), host, listed["store_counters"]
+
+
+def wait(tier: Tier, host: Sequence[HostSlab]) -> Tier:
+    """Waits for rows on their way to host memory; places are donated. See `LaunchWait`."""
+    sizes = {"num_slabs": len(host), "num_states": len(tier.states)}
+    out = call("jaxsok_tier_wait", {"places": tier.places, "host": tuple(host)}, {}, in_place=("places",), **sizes)
+    return dataclasses.replace(tier, places=out["places"])
 
 
 def _call_placing(

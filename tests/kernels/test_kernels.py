@@ -253,6 +253,7 @@ JUDGED_ELSEWHERE = {
     "jaxsok_tier_read",  # the last part of bring
     "jaxsok_tier_write_ahead",  # parts of bring_ahead
     "jaxsok_tier_read_ahead",
+    "jaxsok_tier_wait",  # on a CPU there is nothing to wait for: devices/test_tiers.py
     "jaxsok_lookup_frozen",  # several stores in one call: test_lookup_frozen.py
     "jaxsok_tickets_digest",  # it has no store: test_tickets.py
     "jaxsok_tickets_issue",
