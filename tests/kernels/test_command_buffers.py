@@ -253,9 +253,11 @@ def tier_cases(abstract):
     state = jax.tree.map(abstract, collection.init(seed=0))
     features = jax.tree.map(abstract, collection.batch({"clicked": np.arange(64)}).features)
     ahead = Plan(features, following=(Plan(features),))
+    in_flight = jax.tree.map(abstract, jax.eval_shape(collection.lookup, state, ahead)[1])
     return {
         "tiered step": (programs.train_step(collection), (state, features)),
         "tiered step ahead": (programs.train_step(collection), (state, ahead)),
+        "tiered last step": (programs.train_step(collection), (in_flight, Plan(features))),
         "tiered find": (collection.find, (state, features)),
     }
 
@@ -317,6 +319,7 @@ SMALL = (
     "evict",
     "wait",
     "tiered step",
+    "tiered last step",
     "tiered find",
     "frozen",
     "release",
