@@ -305,23 +305,17 @@ Area* FindArea(const void* slab, int32_t* device = nullptr) {
   return nullptr;
 }
 
-/// Allocates memory, unless an attempt before has.
-template <typename T>
-cudaError_t Allocate(T** memory, int64_t num_bytes) {
-  return *memory != nullptr ? cudaSuccess : cudaMalloc(memory, static_cast<size_t>(num_bytes));
-}
-
 /// Allocates the records of an area when it is first used.
 LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
   if (area->host_bytes == host_bytes) return nullptr;
   const LaunchError error = OnDevice(device, [&]() -> LaunchError {
     const int64_t most = MostAhead(host_bytes);
     AheadArea& to = area->buffers;
-    JAXSOK_RETURN_IF_CUDA(Allocate(&to.coming, most * static_cast<int64_t>(sizeof(Ends))));
-    JAXSOK_RETURN_IF_CUDA(Allocate(&to.row_ids, most * static_cast<int64_t>(sizeof(uint32_t))));
-    JAXSOK_RETURN_IF_CUDA(Allocate(&to.records, most * host_bytes));
-    JAXSOK_RETURN_IF_CUDA(Allocate(&to.leaving, most * static_cast<int64_t>(sizeof(Ends))));
-    JAXSOK_RETURN_IF_CUDA(Allocate(&to.leaving_records, most * host_bytes));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.coming, most * sizeof(Ends)));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.row_ids, most * sizeof(uint32_t)));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.records, most * host_bytes));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving, most * sizeof(Ends)));
+    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving_records, most * host_bytes));
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &to, sizeof(to), cudaMemcpyHostToDevice));
     JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));  // a copy may return before it has completed
     area->host_bytes = host_bytes;
