@@ -164,7 +164,7 @@ def _draw_bags(rows: Sequence[int], num_samples: int, distribution: str, options
     num_mine = mine.stop - mine.start
 
     def draw(batch: int, start: int) -> Ids:
-        """Draws the samples of a process; others start elsewhere, and so nobody draws a whole batch."""
+        """Draws the samples of a process; the others start elsewhere, so that none draws a whole batch."""
         rng = np.random.default_rng([options.seed, batch, start])
         tables = enumerate(zip(rows, bags.BAG_SIZES, strict=True))
         is_uniform = distribution == "uniform"

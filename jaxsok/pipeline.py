@@ -77,7 +77,7 @@ _Read = tuple[Packing, Any] | None
 
 
 class _Stages:
-    """A future that has no thread: whoever needs its result runs its stages.
+    """A future that has no thread: the caller that needs its result runs its stages.
 
     Ctrl-C is raised at once, and again for a later loop, which would otherwise go on without the batch.
     """

@@ -81,7 +81,7 @@ class Job {
 
 /// Threads that wait for work, shared by all calls of the process.
 ///
-/// Who ends a job works too and waits only for tasks that have begun, so a call ends even if no thread could be
+/// The call that ends a job works too and waits only for tasks that have begun, so it ends even if no thread could be
 /// started. Threads are never joined: they end with the process. A forked process has none of its parent's threads, so
 /// it gets its own pool.
 class Threads {
@@ -97,7 +97,7 @@ class Threads {
     return *threads;
   }
 
-  /// Lets this number of threads work on a job, beside the one that ends it.
+  /// Lets this number of threads work on a job, in addition to the one that ends it.
   void Begin(const std::shared_ptr<Job>& job, int64_t num_helpers) {
     {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -895,7 +895,7 @@ def test_a_batch_that_nobody_completes():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent():
-    """What the parent has begun is refused in the child, which may pack it itself."""
+    """A child refuses to end a job that its parent has begun; it may pack the batch itself."""
     collection = declare(("single",), None)
     collection.packer.num_threads = 4
     begun = collection.packer.begin({"0 single": np.arange(3_000_000)}, None)

@@ -137,7 +137,7 @@ class DeviceRows(_Programs):
                     break
         # The results of a program are the caller's: an update need not wait until they are copied.
         for arrays, program in zip(calls, programs, strict=True):
-            if len(arrays) > 1:  # not joined: rows that nobody asked for stay where they are
+            if len(arrays) > 1:  # not joined: other tables' rows stay where they are
                 arrays[:-1] = [rows if name in keys else None for rows, (name, _) in zip(arrays, program, strict=False)]
             for array in arrays:
                 if array is not None:
