@@ -10,6 +10,7 @@ repeated. Inside `shard_map` (or `pmap`) over the axes, code works on the parts.
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -195,9 +196,9 @@ class MeshShards(Shards):
             )
         return shards
 
-    @property
-    def num_shards(self) -> int:
-        return int(np.prod([self.mesh.shape[name] for name in self.axis]))
+    @functools.cached_property
+    def num_shards(self) -> int:  # for each batch it is asked for many times
+        return math.prod(self.mesh.shape[name] for name in self.axis)
 
     @property
     def spec(self) -> P:
@@ -215,11 +216,7 @@ class MeshShards(Shards):
 
     def place(self, ndim: int, *, is_split: bool = True) -> NamedSharding:
         """Returns `split` or `same` in the form of a step's results: on an explicit mesh all dimensions are named."""
-        # JAX compiles a step again for arguments whose shardings differ in the form alone.
-        if AxisType.Explicit not in self.mesh.axis_types:
-            return self.split if is_split else self.same
-        first = [self.axis if is_split else None][:ndim]
-        return NamedSharding(self.mesh, P(*first, *[None] * (ndim - 1)))
+        return _place(self, ndim, is_split)
 
     def read(self, array: Array) -> np.ndarray:
         if self.num_processes > 1:
@@ -251,6 +248,10 @@ class MeshShards(Shards):
         return ", ".join(f"{name}={self.mesh.shape[name]}" for name in self.axis)
 
     def local(self) -> list[int]:
+        return self._local
+
+    @functools.cached_property
+    def _local(self) -> list[int]:
         places = self.split.addressable_devices_indices_map((self.num_shards,))
         return sorted({(not_none(place)[0].start or 0) for place in places.values()})
 
@@ -311,6 +312,15 @@ class MeshShards(Shards):
         return jax.make_array_from_callback(
             shape, self.place(block.ndim), lambda place: blocks[(not_none(place)[0].start or 0) // size]
         )
+
+
+@functools.cache
+def _place(shards: MeshShards, ndim: int, is_split: bool) -> NamedSharding:
+    # JAX compiles a step again for arguments whose shardings differ in the form alone.
+    if AxisType.Explicit not in shards.mesh.axis_types:
+        return shards.split if is_split else shards.same
+    first = [shards.axis if is_split else None][:ndim]
+    return NamedSharding(shards.mesh, P(*first, *[None] * (ndim - 1)))
 
 
 _NO_MESH = Mesh(np.empty((), object), ())

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import programs
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 import jaxsok
 from jaxsok import (
@@ -241,7 +241,7 @@ def test_host_memory_that_there_is_not(monkeypatch):
 
 def test_all_devices_of_a_mesh_share_the_host(monkeypatch):
     """Devices that hold copies of a shard, along an unnamed axis of the mesh, share it as well."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    mesh = Mesh(programs.mesh(4).devices.reshape(2, 2), ("data", "model"))
     collection = jaxsok.Collection([table(memory=8, capacity=1000)], FEATURES, mesh=mesh, axis="data")
     needed = 4 * 80 * collection.stores[0].capacity
     with_available(monkeypatch, needed)
