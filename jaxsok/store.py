@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxsok.kernels.call import StoreArrays
-from jaxsok.kernels.tier import Tier, host_bytes, num_staged
+from jaxsok.kernels.tier import MOST_FORESEEN, Tier, host_bytes, num_staged
 from jaxsok.printed import condition_of, describe_value, format_bytes, join_items
 from jaxsok.specs import StoreSpec
 from jaxsok.types import (
@@ -186,7 +186,12 @@ def cache_bytes(spec: StoreSpec) -> int:
     """Returns the bytes of a shard's cache, which does not grow; 0: it has none."""
     if spec.memory is None:
         return 0
-    return _num_lines(spec) * (_staged_line(spec) + 4) + 4 * (len(TIER_COUNTERS) + len(COUNTERS))
+    words = 2 * _num_lines(spec) + 4 * _num_foreseen(spec) + len(TIER_COUNTERS) + len(COUNTERS)
+    return _num_lines(spec) * _staged_line(spec) + 4 * words
+
+
+def _num_foreseen(spec: StoreSpec) -> int:
+    return min(MOST_FORESEEN, _num_lines(spec))
 
 
 def staged_bytes(spec: StoreSpec, num_keys: int) -> int:
@@ -305,6 +310,8 @@ def _new_tier(spec: StoreSpec, places: tuple[Array, ...]) -> Tier:
         states=_initial_states(spec, num_lines),
         owners=jnp.full((num_lines, RECORD_WORDS), np.uint32(0xFFFFFFFF)),
         last_use=jnp.zeros(num_lines, jnp.uint32),
+        priority=jnp.zeros(num_lines, jnp.uint32),
+        foreseen=jnp.zeros((spec.num_shards * _num_foreseen(spec), 4), jnp.uint32),
         counters=jnp.zeros(spec.num_shards * len(TIER_COUNTERS), jnp.uint32),
         order=jnp.zeros(spec.num_shards * len(COUNTERS), jnp.uint32),
     )

@@ -25,8 +25,9 @@ def bring_rows(
 ) -> tuple[StoreState, StoreState, RowIds]:
     """Returns the store, a view that has the numbers of rows, and the slots of the rows in it; NO_ROW stays so.
 
-    Rows that were not in the cache take the places of those that were not used for longest; what does not fit is
-    staged. With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is not donated.
+    Rows that were not in the cache take the places of those whose use before the last one is the oldest (LRU-2); what
+    does not fit is staged. With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is
+    not donated.
 
     Costs nothing where rows lie on the device. Else a pass over the row ids; where rows are missing a pass over the
     slots (8 bytes each), and over the link a record in, and one out if it makes room, for each. Staged rows take device
@@ -119,6 +120,6 @@ def release_rows(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreSt
         begin += slab.shape[0]
     is_gone = flags.at[tier.owners[:, 3]].get(mode="fill", fill_value=0) != 0  # a free slot's row id is beyond all
     owners = jnp.where(is_gone[:, None], jnp.uint32(NO_ROW), tier.owners)
-    last_use = jnp.where(is_gone, jnp.uint32(0), tier.last_use)
-    tier = dataclasses.replace(tier, places=tuple(places), owners=owners, last_use=last_use)
+    last_use, priority = (jnp.where(is_gone, jnp.uint32(0), words) for words in (tier.last_use, tier.priority))
+    tier = dataclasses.replace(tier, places=tuple(places), owners=owners, last_use=last_use, priority=priority)
     return dataclasses.replace(store, tier=(tier,))

@@ -57,7 +57,17 @@ IN_HOST: int = 2**32 - 2
 MAX_SLOTS: int = 2**30 - 1
 """The most rows in the cache of a shard."""
 
-TIER_COUNTERS: tuple[str, ...] = ("clock", "num_hits", "num_fetched", "num_written", "ticket", "num_ahead")
+TIER_COUNTERS: tuple[str, ...] = (
+    "clock",
+    "num_hits",
+    "num_fetched",
+    "num_written",
+    "ticket",
+    "num_ahead",
+    "num_foreseen",
+    "limit",
+    "window",
+)
 """The words of the counters of a store in host memory, in order."""
 
 COUNTS: tuple[str, ...] = (

@@ -64,6 +64,10 @@ class TierReader {
   void ReadTierCounters() { tier_.counters = Next("counters", ffi::U32, {kNumTierCounters}).as<uint32_t>(); }
   void ReadClocks() {
     tier_.last_use = Next("last_use", ffi::U32, {tier_.num_lines}).as<uint32_t>();
+    tier_.priority = Next("priority", ffi::U32, {tier_.num_lines}).as<uint32_t>();
+    const Array foreseen = Next("foreseen", ffi::U32, {-1, 4});
+    tier_.foreseen = foreseen.as<Foreseen>();
+    tier_.most_foreseen = foreseen.size(0);
     ReadTierCounters();
     Next("order", ffi::U32, {kNumCounters});
   }

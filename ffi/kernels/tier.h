@@ -1,11 +1,13 @@
 // Rows in host memory, and the cache of some of them on the device.
 //
 //   host     uint8[capacity][host_bytes]  slabs: what a row owns in one piece: its numbers, then its optimizer state
-//   places   uint32[capacity]             slabs: the slot of a row, or kInHost, or kFresh
+//   places   uint32[capacity]             slabs: the slot of a row, or kFresh, or in host memory with its last use
 //   rows     RowDtype[num_slots][dim]     the rows in the cache, by slot
 //   states   float[num_slots][1|dim]      their optimizer state, an array for each piece
 //   owners   Record[num_slots]            whose row a slot holds; free_id is its row id, kNoRow: the slot is free
-//   last_use uint32[num_slots]            the clock of the last call that used the slot; 0: the slot is free
+//   last_use uint32[num_slots]            when the last use of a slot's row began; 0: the slot is free
+//   priority uint32[num_slots]            when the use before that began, which decides whose row leaves; see Priority
+//   foreseen Foreseen[num_foreseen]       what the next call will place, if nothing changes until then
 //   counters uint32[kNumTierCounters]
 //
 // Row ids, index, records, statistics and policies do not depend on the tier (design D19): a call that reads or writes
@@ -18,6 +20,11 @@
 // A row has one record, because a kernel fetches about 30 M records a second over the link whatever their size.
 //
 // A row that was never brought is fresh: it is not read, but initialized by its table's initializer.
+//
+// The row whose use before the last one is the oldest leaves first (LRU-2: O'Neil, O'Neil and Weikum, "The LRU-K page
+// replacement algorithm for database disk buffering", SIGMOD 1993). Rows with only one known use leave before all
+// others. A row that leaves keeps the time of its last use in its place. Calls that follow one another closely, such as
+// the lookup ahead, the lookup and the update of a batch, are one use.
 //
 // Ahead of a call, the rows that it will bring may be read, and those that it will evict may be written, while other
 // work runs. Both are only hints. What is read ahead goes to memory that the library owns (host_memory.h), and is valid
@@ -32,22 +39,43 @@
 
 namespace jaxsok {
 
-constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
-constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: the record in host memory is valid; types.py IN_HOST
 constexpr uint32_t kMostSlots = uint32_t{1} << 30;
-// A last use: the row in the slot is among the next to leave, and was written ahead with the ticket of the counters.
-constexpr uint32_t kMarked = ~uint32_t{0};
-constexpr uint32_t kOnceMarked = 1;  // of a last use: the slot was marked with another ticket
+constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
+constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: only in host memory, last use unknown; types.py IN_HOST
+constexpr uint32_t kFirstInHost = 3 * kMostSlots;  // of a place: only in host memory; the rest is the last use
+constexpr uint32_t kPending = kMostSlots;  // of a place, inside one call: the rest is the smallest position of the row
+JAXSOK_HOST_DEVICE constexpr bool IsPending(uint32_t place) { return place >= kPending && place < 2 * kPending; }
+JAXSOK_HOST_DEVICE constexpr bool IsInHost(uint32_t place) { return place >= kFirstInHost && place < kFresh; }
+
+/// Times of calls, which count them and begin again after kTimes; 0 is none.
+constexpr uint32_t kTimes = kMostSlots - 4;
+JAXSOK_HOST_DEVICE constexpr uint32_t TimeOf(uint32_t clock) { return clock % kTimes + 1; }
+JAXSOK_HOST_DEVICE constexpr uint32_t TimeSince(uint32_t time, uint32_t now) {
+  return now >= time ? now - time : now + kTimes - time;
+}
+constexpr uint32_t kCallsOfUse = 5;  // calls of one use: those for a batch are at most four calls apart
+
+/// A priority is 0 for a free slot, kMarked, or the time of the use before the last one. With kSingle that use is
+/// unknown, and the time is that of the last use.
+constexpr uint32_t kSingle = uint32_t{1} << 31;
+constexpr uint32_t kPinned = uint32_t{1} << 30;  // inside one call: the call uses the slot
+constexpr uint32_t kTimeMask = kPinned - 1;
+// The row in the slot is among the next to leave, and was written ahead with the ticket of the counters.
+constexpr uint32_t kMarked = kSingle | kTimeMask;
+constexpr uint32_t kOnceMarked = kSingle | 1;  // the slot was marked with another ticket
 
 /// Words of the counters of a tier; types.py names them too.
 enum TierCounter : int {
-  kTierClock = 0,    // calls that kept rows, so far
-  kTierHits = 1,     // distinct rows that were in the cache, modulo 2^32
-  kTierFetched = 2,  // distinct rows that were read from host memory
-  kTierWritten = 3,  // rows that left the cache for host memory
-  kTierTicket = 4,   // the clock of what was read and written ahead; 0: it is invalid
-  kTierAhead = 5,    // of the fetched rows, those that were read ahead
-  kNumTierCounters = 6,
+  kTierClock = 0,     // calls that kept rows, so far
+  kTierHits = 1,      // distinct rows that were in the cache, modulo 2^32
+  kTierFetched = 2,   // distinct rows that were read from host memory
+  kTierWritten = 3,   // rows that left the cache for host memory
+  kTierTicket = 4,    // the clock of what was foreseen; 0: it is invalid
+  kTierAhead = 5,     // of the fetched rows, those that were read ahead
+  kTierForeseen = 6,  // of the foreseen rows, those in the list
+  kTierLimit = 7,     // the bin of age from which on rows left last; an older use of a row says nothing
+  kTierWindow = 8,    // where the next call looks for slots: the first tile of its window
+  kNumTierCounters = 9,
 };
 
 /// Returns a row's bytes in host memory: its numbers, then its states, aligned to 4 bytes, rounded up to 16 bytes.
@@ -55,16 +83,65 @@ constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
   return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
 }
 
-constexpr int kAges =
-    1025;  // ages of slots that are distinguished, in calls: the last but one is "or older", the last free or marked
+/// Bins of age, whose width grows with the age: 0 in use, then by the use before the last one, then by a single use,
+/// and last free or marked.
+constexpr int kAges = 1025;
+constexpr int kFirstSingle = 864;
+JAXSOK_HOST_DEVICE int BinOf(uint32_t age, int log2_of_octave) {  // 2^log2_of_octave bins for each octave
+#ifdef __CUDA_ARCH__
+  const int log2 = 31 - __clz(static_cast<int>(age | 1));
+#else
+  const int log2 = 31 - __builtin_clz(age | 1);
+#endif
+  const int shift = log2 > log2_of_octave ? log2 - log2_of_octave : 0;
+  return (shift << log2_of_octave) + static_cast<int>(age >> shift);
+}
+JAXSOK_HOST_DEVICE int AgeOfUse(uint32_t time, uint32_t now) {
+  const int bin = BinOf(TimeSince(time, now), 5);
+  return bin < 1 ? 1 : bin < kFirstSingle ? bin : kFirstSingle - 1;
+}
 
-/// Pending places, inside one call: the base encodes the former place, the rest is the smallest position of the row.
-constexpr uint32_t kPendingInHost = kMostSlots, kPendingFresh = kMostSlots * 2;
+/// The slots that a call considers for the rows that come: a part of a large cache, the next part in the next call. It
+/// has slots enough for all rows of a call, if the call uses others.
+constexpr int64_t kSlotsOfTile = 1 << 12;
+constexpr int64_t kLeastTiles = 64;
+struct SlotWindow {
+  uint32_t all_tiles;
+  uint32_t num_tiles;
+
+  static SlotWindow Of(int64_t num_slots, int64_t num_keys) {
+    const int64_t all_tiles = CeilDiv<int64_t>(num_slots, kSlotsOfTile);
+    const int64_t wanted = std::max(kLeastTiles, CeilDiv<int64_t>(4 * num_keys, kSlotsOfTile));
+    return {static_cast<uint32_t>(all_tiles), static_cast<uint32_t>(std::min(all_tiles, wanted))};
+  }
+  JAXSOK_HOST_DEVICE int64_t size() const { return num_tiles * kSlotsOfTile; }
+  /// Returns the first tile, of the counter.
+  JAXSOK_HOST_DEVICE uint32_t First(uint32_t tile) const {
+    return num_tiles < all_tiles && tile < all_tiles ? tile : 0;
+  }
+  JAXSOK_HOST_DEVICE uint32_t TileAt(uint32_t first_tile, uint32_t i) const {
+    return first_tile + i < all_tiles ? first_tile + i : first_tile + i - all_tiles;
+  }
+  /// Returns the counter for the next call.
+  JAXSOK_HOST_DEVICE uint32_t Next(uint32_t first_tile) const { return TileAt(first_tile, num_tiles); }
+  /// Returns a slot, which may be beyond the last one.
+  JAXSOK_HOST_DEVICE int64_t SlotAt(uint32_t first_tile, int64_t i) const {
+    return TileAt(first_tile, static_cast<uint32_t>(i / kSlotsOfTile)) * kSlotsOfTile + i % kSlotsOfTile;
+  }
+};
 
 /// The limit of rows of one store that are read or written ahead, and of bytes of their records.
 constexpr int64_t kMostAhead = 1 << 16;
 constexpr int64_t kMostBytesAhead = 64 << 20;
 constexpr int64_t MostAhead(int64_t host_bytes) { return std::min(kMostAhead, kMostBytesAhead / host_bytes); }
+
+/// A row that the next call will bring, the slot that it will take, and its priority there.
+struct alignas(16) Foreseen {
+  uint32_t row_id;
+  uint32_t slot;
+  uint32_t priority;
+  uint32_t is_fresh;
+};
 
 struct AheadArea;  // tier_cuda.cuh
 
@@ -86,8 +163,11 @@ struct TierView {
   void* rows;
   Record* owners;
   uint32_t* last_use;
-  uint32_t num_slots;  // usable slots; the arrays have at least one
-  uint32_t* counters;  // [kNumTierCounters]
+  uint32_t* priority;
+  Foreseen* foreseen;
+  int64_t most_foreseen;  // the size of the list
+  uint32_t num_slots;     // usable slots; the arrays have at least one
+  uint32_t* counters;     // [kNumTierCounters]
 
   void* staged_rows;
   Record* staged_owners;
@@ -121,11 +201,36 @@ struct TierView {
   JAXSOK_HOST_DEVICE bool IsUsed(uint32_t row_id, uint32_t place) const {
     return place != kFresh || records.At(starts, row_id, 1)->key != kPaddingKey;
   }
-  /// Returns the bin of a slot's age; `now` is the clock of this call.
-  JAXSOK_HOST_DEVICE int AgeOf(uint32_t used, uint32_t now) const {
-    if (used == 0 || used == kMarked) return kAges - 1;
-    const uint32_t age = now - used, oldest = kAges - 2;
-    return static_cast<int>(age < oldest ? age : oldest);
+  JAXSOK_HOST_DEVICE uint32_t Now() const { return TimeOf(counters[kTierClock] + 1); }
+  /// Returns the bin of a slot's age; `now` is the time of this call.
+  JAXSOK_HOST_DEVICE int AgeOf(uint32_t slot_priority, uint32_t now) const {
+    if (slot_priority == 0 || slot_priority == kMarked) return kAges - 1;
+    if ((slot_priority & kPinned) != 0) return 0;
+    if ((slot_priority & kSingle) == 0) return AgeOfUse(slot_priority, now);
+    const int bin = kFirstSingle + BinOf(TimeSince(slot_priority & kTimeMask, now), 3);
+    return bin < kAges - 2 ? bin : kAges - 2;
+  }
+  /// Returns whether an update may follow the slot's last use. Ahead of a call such slots stay: what is written of them
+  /// would be too old.
+  JAXSOK_HOST_DEVICE static bool IsRecent(uint32_t slot_last_use, uint32_t now) {
+    return slot_last_use != 0 && TimeSince(slot_last_use, now) <= kCallsOfUse;
+  }
+  /// Returns the priority of a row that comes from `place`.
+  JAXSOK_HOST_DEVICE uint32_t PriorityFrom(uint32_t place, uint32_t now) const {
+    const bool is_known = IsInHost(place) && place != kInHost;
+    const bool is_recent = is_known && AgeOfUse(place - kFirstInHost, now) < static_cast<int>(counters[kTierLimit]);
+    return is_recent ? place - kFirstInHost : kSingle | now;
+  }
+  /// Returns the place of a row that leaves a slot.
+  JAXSOK_HOST_DEVICE uint32_t PlaceAfter(uint32_t slot) const {
+    return kFirstInHost + (last_use[slot] <= kTimes ? last_use[slot] : 0);
+  }
+  /// Returns the priority of a slot that a call uses, and notes when the use began. No marked slot was used just before.
+  JAXSOK_HOST_DEVICE uint32_t Use(uint32_t slot, uint32_t old_priority, uint32_t now) const {
+    const uint32_t last = last_use[slot];
+    if (TimeSince(last, now) < kCallsOfUse) return old_priority;
+    last_use[slot] = now;
+    return last;
   }
 };
 
@@ -160,11 +265,11 @@ constexpr int kListParts = kParts + 2;  // the parts, then rows that were read a
 /// The limit of blocks that place rows.
 constexpr int kMostPlaceBlocks = 1024;
 
-/// Returns the bytes of workspace for LaunchBring: by position its rank, the first position of each rank and its slot,
-/// and two moves; counts of ages, of parts and of blocks.
+/// Returns the bytes of workspace for LaunchBring: by position its rank and two former places, the first position of
+/// each rank and its slot, and two moves; counts of ages, of parts and of blocks.
 constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
   return kControlBytes + (PaddedToLine(kAges) + 2 * PaddedToLine(kListParts) + 2 * PaddedToLine(2 * kMostPlaceBlocks) +
-                          3 * PaddedToLine(num_keys) + 2 * PaddedToLine(4 * num_keys)) *
+                          5 * PaddedToLine(num_keys) + 2 * PaddedToLine(4 * num_keys)) *
                              4;
 }
 
@@ -174,21 +279,21 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 ///          only records, places, owners, last_use, counters and staged_owners are read, not the numbers of rows.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows. It is kNoRow for row ids that are not below
 ///          the capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
-///          read nor write. Rows that were not in the cache take the least recently used slots, free and marked ones
-///          first, of equal age the first ones; no slot of this call's rows is taken. staged_owners has kNoRow in
-///          unused slots. Rows that were written ahead are not written again.
-/// Order  : by first occurrence. Rows first take the slots older than the youngest age that is taken, or older than one
-///          call if there are not enough, then the other slots, both by number: the same on every run and both back
-///          ends.
-/// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot if there is such a row.
+///          read nor write. Rows that were foreseen take their slots, if these are still free or marked. The others
+///          take the slots of the greatest age in the window, of equal age the first ones; no slot of this call's rows
+///          is taken. staged_owners has kNoRow in unused slots. Rows that were written ahead are not written again.
+/// Order  : by first occurrence; slots as in the window: the same on every run and both back ends.
+/// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot of the window if a row comes that was
+///          not foreseen.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         const Moves& moves, void* workspace);
 
 /// Lists what LaunchBring of the same rows would move, up to kMostAhead rows; LaunchReadAhead and LaunchWriteAhead, in
 /// this order, do it: the next call waits for what is read, but only rarely for what is written.
 ///
-/// Post   : rows of the call that are in the cache count as used now; exactly the slots of rows that would leave are
-///          marked.
+/// Post   : rows of the call that are in the cache count as used now; the list has the rows that would come, with their
+///          slots, up to kMostAhead; exactly those of these slots whose rows would leave are marked. No slot is listed
+///          whose last use began at most kCallsOfUse calls ago.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                              const Moves& moves, void* workspace);
 

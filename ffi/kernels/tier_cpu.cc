@@ -45,118 +45,176 @@ void MakeFresh(const TierView& tier, const Record& record, uint32_t slot) {
 struct Missing {
   int64_t num = 0;
   uint32_t* positions;  // first occurrences
+  uint32_t* from;       // their places before the call
   int64_t num_victims = 0;
   uint32_t* victims;
+  int youngest = 0;  // the least age of these slots
 
   uint32_t SlotOf(const TierView& tier, int64_t rank) const {
     return rank < num_victims ? victims[rank] : tier.num_lines + static_cast<uint32_t>(rank - num_victims);
   }
 };
 
-/// Marks rows in the cache as used now, and counts them. The places of other rows become pending, with their rank, so
+/// Pins the slots of rows in the cache, and counts them. The places of other rows become pending, with their rank, so
 /// that all positions of a row find its slot.
-/// positions of a row find its slot.
-Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, void* workspace, bool is_ahead,
+Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, WorkspaceCutter* cut,
                     uint32_t* num_hits) {
-  WorkspaceCutter cut(workspace);
-  int64_t* ages = cut.Take<int64_t>(kAges);
   Missing missing;
-  missing.positions = cut.Take<uint32_t>(num_keys);
-  missing.victims = cut.Take<uint32_t>(num_keys);
-  const uint32_t now = tier.counters[kTierClock] + 1;
+  missing.positions = cut->Take<uint32_t>(num_keys);
+  missing.from = cut->Take<uint32_t>(num_keys);
+  missing.victims = cut->Take<uint32_t>(num_keys);
+  const uint32_t now = tier.Now();
   for (int64_t i = 0; i < num_keys; ++i) {
     if (row_ids[i] >= tier.capacity) continue;
     uint32_t* place = tier.PlaceAt(row_ids[i]);
     if (*place < tier.num_slots) {
-      if (tier.last_use[*place] != now) ++*num_hits;
-      tier.last_use[*place] = now;
-    } else if ((*place == kFresh || *place == kInHost) && tier.IsUsed(row_ids[i], *place)) {
-      *place = (*place == kFresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(missing.num);
+      uint32_t* priority = tier.priority + *place;
+      if ((*priority & kPinned) != 0) continue;
+      ++*num_hits;
+      *priority = tier.Use(*place, *priority, now) | kPinned;
+    } else if ((*place == kFresh || IsInHost(*place)) && tier.IsUsed(row_ids[i], *place)) {
+      missing.from[missing.num] = *place;
+      *place = kPending + static_cast<uint32_t>(missing.num);
       missing.positions[missing.num++] = static_cast<uint32_t>(i);
     }
   }
-  if (missing.num == 0) return missing;
-  if (is_ahead) std::replace(tier.last_use, tier.last_use + tier.num_slots, kMarked, kOnceMarked);
+  return missing;
+}
+
+/// Chooses the slots that missing rows take.
+void ChooseSlots(const TierView& tier, bool is_ahead, int64_t num_keys, WorkspaceCutter* cut, Missing* missing) {
+  int64_t* ages = cut->Take<int64_t>(kAges);
+  const uint32_t now = tier.Now();
+  const SlotWindow window = SlotWindow::Of(tier.num_slots, num_keys);
+  const uint32_t first_tile = window.First(tier.counters[kTierWindow]);
+  const auto age_of = [&](int64_t slot) -> int {
+    if (slot >= tier.num_slots) return 0;  // as if it were in use
+    return is_ahead && tier.IsRecent(tier.last_use[slot], now) ? 0 : tier.AgeOf(tier.priority[slot], now);
+  };
   std::fill_n(ages, kAges, 0);
-  for (uint32_t slot = 0; slot < tier.num_slots; ++slot) ++ages[tier.AgeOf(tier.last_use[slot], now)];
+  for (int64_t i = 0; i < window.size(); ++i) ++ages[age_of(window.SlotAt(first_tile, i))];
   int youngest = kAges - 1;  // the youngest age that leaves: all older slots do, and the first ones of this age
   int64_t num_older = 0;
-  while (youngest > 1 && num_older + ages[youngest] < missing.num) num_older += ages[youngest--];
-  missing.num_victims = std::min(missing.num, num_older + ages[youngest]);
-  int64_t older = 0, equal = num_older;
-  for (uint32_t slot = 0; slot < tier.num_slots; ++slot) {
-    const int age = tier.AgeOf(tier.last_use[slot], now);
-    if (age > youngest) missing.victims[older++] = slot;
-    if (age == youngest && equal < missing.num_victims) missing.victims[equal++] = slot;
+  while (youngest > 1 && num_older + ages[youngest] < missing->num) num_older += ages[youngest--];
+  const int64_t num_victims = std::min(missing->num, num_older + ages[youngest]);
+  int64_t num_equal = num_victims - num_older, at = 0;
+  for (int64_t i = 0; i < window.size(); ++i) {
+    const int64_t slot = window.SlotAt(first_tile, i);
+    const int age = age_of(slot);
+    if (age > youngest || (age == youngest && num_equal-- > 0)) missing->victims[at++] = static_cast<uint32_t>(slot);
   }
-  return missing;
+  if (num_victims != 0) tier.counters[kTierWindow] = window.Next(first_tile);
+  missing->num_victims = num_victims;
+  missing->youngest = youngest;
+}
+
+void Unpin(const TierView& tier, const uint32_t* row_ids, int64_t num_keys) {
+  for (int64_t i = 0; i < num_keys; ++i) {
+    const uint32_t place = row_ids[i] < tier.capacity ? *tier.PlaceAt(row_ids[i]) : kNoRow;
+    if (place < tier.num_slots) tier.priority[place] &= ~kPinned;
+  }
 }
 
 }  // namespace
 
 LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         const Moves& moves, void* workspace) {
-  const Missing missing = FindMissing(tier, row_ids, num_keys, workspace, false, &tier.counters[kTierHits]);
-  const uint32_t now = tier.counters[kTierClock] + 1;
+  WorkspaceCutter cut(workspace);
+  Missing missing = FindMissing(tier, row_ids, num_keys, &cut, &tier.counters[kTierHits]);
+  const uint32_t now = tier.Now();
   const bool has_ahead = tier.counters[kTierTicket] != 0;  // rows written ahead have arrived: a CPU writes at once
   std::fill_n(tier.staged_owners, tier.num_staged, Record{kPaddingKey, kNoRow, kNoRow});
   std::fill_n(moves.counts, kNumMoveCounts, 0);
-  for (int64_t rank = 0; rank < missing.num; ++rank) {
-    const uint32_t row_id = row_ids[missing.positions[rank]], slot = missing.SlotOf(tier, rank);
-    const uint32_t is_fresh = *tier.PlaceAt(row_id) >= kPendingFresh ? 1 : 0;
+  const auto take_slot = [&](uint32_t row_id, uint32_t slot, uint32_t priority, bool is_fresh) {
     Record* owner = tier.OwnerAt(slot);
-    if (rank < missing.num_victims && owner->free_id < tier.capacity) {
-      if (!has_ahead || tier.last_use[slot] != kMarked) {
+    const bool is_kept = !tier.IsStaged(slot);
+    if (is_kept && owner->free_id < tier.capacity) {
+      if (!has_ahead || tier.priority[slot] != kMarked) {
         moves.leaving[moves.counts[kNumLeaving]++] = {slot, owner->free_id, 0, kNoRow};
       }
-      *tier.PlaceAt(owner->free_id) = kInHost;
+      *tier.PlaceAt(owner->free_id) = tier.PlaceAfter(slot);
       ++tier.counters[kTierWritten];
     }
-    moves.coming[moves.counts[kNumComing]++] = {slot, row_id, is_fresh, kNoRow};
-    tier.counters[kTierFetched] += 1 - is_fresh;
+    moves.coming[moves.counts[kNumComing]++] = {slot, row_id, is_fresh ? 1u : 0u, kNoRow};
+    tier.counters[kTierFetched] += is_fresh ? 0 : 1;
     const Record& record = *tier.records.At(tier.starts, row_id, 1);
     *owner = {record.key, record.table, row_id};
-    if (rank < missing.num_victims) tier.last_use[slot] = now;
+    if (!is_kept) return;
+    tier.last_use[slot] = now;
+    tier.priority[slot] = priority | kPinned;
+    *tier.PlaceAt(row_id) = slot;
+  };
+  const int64_t num_foreseen = has_ahead ? std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen) : 0;
+  for (const Foreseen* at = tier.foreseen; at != tier.foreseen + num_foreseen; ++at) {
+    if (at->row_id >= tier.capacity || at->slot >= tier.num_slots || !IsPending(*tier.PlaceAt(at->row_id))) continue;
+    const uint32_t priority = tier.priority[at->slot];
+    if (priority == 0 || priority == kMarked) take_slot(at->row_id, at->slot, at->priority, at->is_fresh != 0);
+  }
+  const bool has_missing = missing.num != 0;
+  int64_t num_left = 0;
+  for (int64_t rank = 0; rank < missing.num; ++rank) {
+    uint32_t* place = tier.PlaceAt(row_ids[missing.positions[rank]]);
+    if (!IsPending(*place)) continue;
+    *place = kPending + static_cast<uint32_t>(num_left);
+    missing.positions[num_left] = missing.positions[rank];
+    missing.from[num_left++] = missing.from[rank];
+  }
+  missing.num = num_left;
+  if (num_left != 0) ChooseSlots(tier, false, num_keys, &cut, &missing);
+  for (int64_t rank = 0; rank < num_left; ++rank) {
+    const uint32_t from = missing.from[rank];
+    take_slot(row_ids[missing.positions[rank]], missing.SlotOf(tier, rank), tier.PriorityFrom(from, now),
+              from == kFresh);
   }
   for (int64_t i = 0; i < num_keys; ++i) {
     slots[i] = kNoRow;
     if (row_ids[i] >= tier.capacity) continue;
     const uint32_t place = *tier.PlaceAt(row_ids[i]);
     if (place < tier.num_slots) slots[i] = place;
-    if (place >= kPendingInHost && place < kInHost) slots[i] = missing.SlotOf(tier, place % kMostSlots);
+    if (IsPending(place)) slots[i] = missing.SlotOf(tier, place - kPending);
     if (place == kFresh) slots[i] = 0;
   }
-  for (int64_t rank = 0; rank < missing.num; ++rank) {
-    uint32_t* place = tier.PlaceAt(row_ids[missing.positions[rank]]);
-    *place = rank < missing.num_victims ? missing.victims[rank] : *place >= kPendingFresh ? kFresh : kInHost;
+  for (int64_t rank = missing.num_victims; rank < num_left; ++rank) {
+    *tier.PlaceAt(row_ids[missing.positions[rank]]) = missing.from[rank];
   }
-  tier.counters[kTierClock] = now;
-  if (missing.num > 0) tier.counters[kTierTicket] = 0;
+  Unpin(tier, row_ids, num_keys);
+  if (missing.num_victims != 0 && !has_ahead) tier.counters[kTierLimit] = static_cast<uint32_t>(missing.youngest);
+  tier.counters[kTierClock] += 1;
+  if (has_missing) tier.counters[kTierTicket] = 0;
   return nullptr;
 }
 
 LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                              const Moves& moves, void* workspace) {
   uint32_t num_hits = 0;
-  const Missing missing = FindMissing(tier, row_ids, num_keys, workspace, true, &num_hits);
+  WorkspaceCutter cut(workspace);
+  Missing missing = FindMissing(tier, row_ids, num_keys, &cut, &num_hits);
+  for (int64_t i = 0; i < std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen); ++i) {
+    const uint32_t slot = tier.foreseen[i].slot;
+    if (slot < tier.num_slots && tier.priority[slot] == kMarked) tier.priority[slot] = kOnceMarked;
+  }
+  if (missing.num != 0) ChooseSlots(tier, true, num_keys, &cut, &missing);
   std::fill_n(moves.counts, kNumMoveCounts, 0);
-  const int64_t most = MostAhead(tier.host_bytes);
+  const int64_t num_listed = std::min({missing.num_victims, MostAhead(tier.host_bytes), tier.most_foreseen});
   for (int64_t rank = 0; rank < missing.num; ++rank) {
-    const uint32_t row_id = row_ids[missing.positions[rank]];
-    uint32_t* place = tier.PlaceAt(row_id);
-    if (*place < kPendingFresh && rank < most) {
+    const uint32_t row_id = row_ids[missing.positions[rank]], from = missing.from[rank];
+    *tier.PlaceAt(row_id) = from;
+    if (rank >= num_listed) continue;
+    const uint32_t slot = missing.victims[rank], is_fresh = from == kFresh ? 1 : 0;
+    tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
+    if (is_fresh == 0) {
       moves.coming[moves.counts[kNumComing]++] = {static_cast<uint32_t>(rank), row_id, 0, kNoRow};
     }
-    *place = *place >= kPendingFresh ? kFresh : kInHost;
-    if (rank >= std::min(missing.num_victims, most)) continue;
-    const uint32_t slot = missing.victims[rank];
     if (tier.owners[slot].free_id >= tier.capacity) continue;
     moves.leaving[moves.counts[kNumLeaving]++] = {slot, tier.owners[slot].free_id, 0, kNoRow};
-    tier.last_use[slot] = kMarked;
+    tier.priority[slot] = kMarked;
   }
+  Unpin(tier, row_ids, num_keys);
+  if (missing.num_victims != 0) tier.counters[kTierLimit] = static_cast<uint32_t>(missing.youngest);
   moves.counts[kNumFromHost] = moves.counts[kNumComing];
   tier.counters[kTierClock] += 1;
   tier.counters[kTierTicket] = missing.num > 0 ? tier.counters[kTierClock] : 0;
+  tier.counters[kTierForeseen] = static_cast<uint32_t>(num_listed);
   return nullptr;
 }
 
@@ -212,7 +270,7 @@ LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_
       slots[i] = !is_row ? kNoRow : place < tier.num_slots ? place : staged;
       if (slots[i] != staged) continue;
       const Record& record = *tier.records.At(tier.starts, row_id, 1);
-      if (place == kInHost) {
+      if (IsInHost(place)) {
         ReadFromHost(tier, row_id, staged);
       } else {
         MakeFresh(tier, record, staged);

@@ -1,8 +1,8 @@
 // Assigns slots to rows, on a GPU (tier.h has the contract); tier_move_cuda.cu moves the rows.
 //
 // One kernel, whose blocks synchronise between its steps. They mark each missing row with the smallest of its
-// positions, number these, choose as many of the least recently used slots, and list the moves in the order of the
-// parts of host memory. The device makes all decisions. If no row is missing, the blocks synchronise only twice.
+// positions, place those that were foreseen, number the others, choose as many slots, and list the moves in the order
+// of the parts of host memory. The device makes all decisions. If no row is missing, the blocks synchronise only once.
 #include <cooperative_groups.h>
 
 #include <cub/block/block_scan.cuh>
@@ -18,6 +18,8 @@ static_assert(kMostPlaceBlocks <= kPlaceBlock, "a thread for each block's counts
 
 struct BringControl {
   uint32_t num_hits;
+  uint32_t num_missing;   // distinct rows
+  uint32_t num_foreseen;  // of these, rows that were placed as foreseen
   uint32_t num_fetched;
   uint32_t num_written;
   uint32_t num_ahead;
@@ -32,6 +34,7 @@ struct Bringing {
   bool is_ahead;
   int64_t most_ahead;
   int shift;  // of row ids, gives parts of host memory
+  SlotWindow window;
 
   BringControl* control;
   uint32_t* ages;            // [kAges]: slots of each age
@@ -41,11 +44,12 @@ struct Bringing {
   uint64_t* slot_counts;     // [blocks]: older slots in the low half, those of the youngest age above
   Move* leaving;             // [num_keys]: by rank, unordered
   Move* coming;
-  uint32_t* rank_of;  // [num_keys]: of positions that are the first of a missing row
-  uint32_t* missing;  // [num_keys]: those positions, by rank
-  uint32_t* victims;  // [num_keys]: the slots that they take
+  uint32_t* found;         // [num_keys]: of the position that found a missing row first: its place; else 0
+  uint32_t* former_place;  // [num_keys]: of positions that are the first of a missing row
+  uint32_t* rank_of;       // [num_keys]: likewise
+  uint32_t* missing;       // [num_keys]: those positions, by rank
+  uint32_t* victims;       // [num_keys]: the slots that they take
 
-  __device__ uint32_t Now() const { return tier.counters[kTierClock] + 1; }
   __device__ bool IsRow(uint32_t row_id) const { return row_id < tier.capacity; }
   __device__ uint32_t SlotOfRank(uint32_t rank, uint32_t num_victims) const {
     return rank < num_victims ? victims[rank] : tier.num_lines + (rank - num_victims);
@@ -54,6 +58,8 @@ struct Bringing {
   __device__ bool HasAhead() const {
     return tier.area != nullptr && tier.counters[kTierTicket] != 0 && tier.counters[kTierTicket] == tier.area->ticket;
   }
+  /// Returns how many foreseen rows fit the list.
+  __device__ uint32_t NumListed(uint32_t num) const { return min(num, static_cast<uint32_t>(most_ahead)); }
   __device__ uint32_t PartOf(const Move& move) const {
     return move.is_fresh != 0 ? kParts + 1 : move.ahead != kNoRow ? kParts : move.row_id >> shift;
   }
@@ -61,7 +67,7 @@ struct Bringing {
   __device__ bool IsFirst(int64_t i) const {
     if (i >= num_keys || !IsRow(row_ids[i])) return false;
     const uint32_t place = *tier.PlaceAt(row_ids[i]);
-    return place >= kPendingInHost && place < kInHost && place % kMostSlots == static_cast<uint32_t>(i);
+    return IsPending(place) && place - kPending == static_cast<uint32_t>(i);
   }
 };
 
@@ -72,14 +78,15 @@ struct Shared {
   Scan::TempStorage scan;
   uint32_t ages[kAges];  // slots of each age in this block
   uint64_t word;         // broadcast from one thread to all
-  uint32_t num_older, youngest, num_victims;
+  uint32_t youngest, num_of_youngest, num_victims;
 };
 
 /// Neighbouring items that a block takes, in whole tiles, except at the end of all.
 struct Share {
   int64_t begin, end;
   __device__ Share(int64_t size, int64_t tile) {
-    const int64_t of_block = CeilDiv<int64_t>(CeilDiv<int64_t>(size, tile), gridDim.x) * tile;
+    const uint32_t num_tiles = static_cast<uint32_t>((size + tile - 1) / tile);  // divisions of 32 bits are short code
+    const int64_t of_block = (num_tiles + gridDim.x - 1) / gridDim.x * tile;
     begin = min(blockIdx.x * of_block, size);
     end = min(begin + of_block, size);
   }
@@ -89,7 +96,7 @@ struct Share {
 struct Sums {
   uint64_t before, all;
 };
-__device__ __forceinline__ Sums SumOfBlock(Shared& shared, uint64_t value) {
+__device__ __noinline__ Sums SumOfBlock(Shared& shared, uint64_t value) {
   Sums sums;
   __syncthreads();  // before the storage is reused
   Scan(shared.scan).ExclusiveSum(value, sums.before, sums.all);
@@ -105,49 +112,39 @@ __device__ __forceinline__ Sums SumOfBlocks(Shared& shared, const uint64_t* coun
   return sums;
 }
 
-constexpr int kSlotsTogether = 16;  // per thread
-constexpr int64_t kSlotsOfTile = int64_t{kSlotsTogether} * kPlaceBlock;
+constexpr int kSlotsTogether = 4;  // per thread
+static_assert(kSlotsOfTile == kSlotsTogether * kPlaceBlock, "a block reads a tile at once");
+
+/// Words of neighbouring slots; `beyond` for slots that do not exist.
+struct SlotWords {
+  uint32_t of[kSlotsTogether];
+  __device__ SlotWords(const uint32_t* words, int64_t slot, int64_t num_slots, uint32_t beyond) {
+    if (slot + kSlotsTogether <= num_slots) {
+#pragma unroll
+      for (int i = 0; i < kSlotsTogether / 4; ++i) {
+        const uint4 four = reinterpret_cast<const uint4*>(words + slot)[i];
+        of[4 * i] = four.x, of[4 * i + 1] = four.y, of[4 * i + 2] = four.z, of[4 * i + 3] = four.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotsTogether; ++i) of[i] = slot + i < num_slots ? words[slot + i] : beyond;
+  }
+};
 
 /// The ages of neighbouring slots; slots that do not exist count as in use.
 struct Ages {
   int of[kSlotsTogether];
-  /// Reads the ages. `unmarks`: first unmarks marked slots.
-  __device__ Ages(const TierView& tier, int64_t slot, uint32_t now, bool unmarks) {
-    uint4 used[kSlotsTogether / 4];
-    if (slot + kSlotsTogether <= tier.num_slots) {
-      uint4* const at = reinterpret_cast<uint4*>(tier.last_use + slot);
+  /// Reads the ages. Ahead of a call, slots that were used recently count as in use.
+  __device__ Ages(const TierView& tier, int64_t slot, uint32_t now, bool is_ahead) {
+    const SlotWords priority(tier.priority, slot, tier.num_slots, kPinned);
 #pragma unroll
-      for (int i = 0; i < kSlotsTogether / 4; ++i) used[i] = at[i];
-      if (unmarks) {
+    for (int i = 0; i < kSlotsTogether; ++i) of[i] = tier.AgeOf(priority.of[i], now);
+    if (!is_ahead) return;
+    const SlotWords last_use(tier.last_use, slot, tier.num_slots, 0);
 #pragma unroll
-        for (int i = 0; i < kSlotsTogether / 4; ++i) {
-          uint4& four = used[i];
-          if (four.x != kMarked && four.y != kMarked && four.z != kMarked && four.w != kMarked) continue;
-          four = {Unmarked(four.x), Unmarked(four.y), Unmarked(four.z), Unmarked(four.w)};
-          at[i] = four;
-        }
-      }
-    } else {
-      uint32_t words[kSlotsTogether];
-#pragma unroll
-      for (int i = 0; i < kSlotsTogether; ++i) {
-        const bool is_slot = slot + i < tier.num_slots;
-        words[i] = is_slot ? tier.last_use[slot + i] : now;
-        if (!is_slot || !unmarks || words[i] != kMarked) continue;
-        words[i] = tier.last_use[slot + i] = kOnceMarked;
-      }
-#pragma unroll
-      for (int i = 0; i < kSlotsTogether / 4; ++i) {
-        used[i] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kSlotsTogether / 4; ++i) {
-      of[4 * i] = tier.AgeOf(used[i].x, now), of[4 * i + 1] = tier.AgeOf(used[i].y, now);
-      of[4 * i + 2] = tier.AgeOf(used[i].z, now), of[4 * i + 3] = tier.AgeOf(used[i].w, now);
-    }
+    for (int i = 0; i < kSlotsTogether; ++i) of[i] = tier.IsRecent(last_use.of[i], now) ? 0 : of[i];
   }
-  __device__ static uint32_t Unmarked(uint32_t used) { return used == kMarked ? kOnceMarked : used; }
 };
 
 /// Returns counts in both halves of a word: slots older than an age in the low half, slots of that age in the high
@@ -159,33 +156,74 @@ __device__ __forceinline__ uint64_t CountFrom(int age, int youngest, uint32_t nu
 // Steps of placing: each runs in all blocks between two synchronisations.
 // ----------------------------------------------
 
-/// Marks the missing rows of the call, and the time of use of the other rows.
-__device__ __forceinline__ void MarkRows(const Bringing& b, uint32_t now) {
+constexpr int kKeysTogether = 2;  // of a thread: their chains of reads run at the same time
+
+/// Calls `use` with each position of a block's share, and the place of its row; kNoRow where there is no row.
+template <typename Use>
+__device__ __forceinline__ void ForPlaces(const Bringing& b, const Use& use) {
   const Share share(b.num_keys, kPlaceBlock);
-  uint32_t num_hits = 0;
-  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
-    const uint32_t row_id = b.row_ids[i];
-    if (!b.IsRow(row_id)) continue;
-    uint32_t* place = b.tier.PlaceAt(row_id);
-    const uint32_t found = *reinterpret_cast<volatile uint32_t*>(place);
-    if (found < b.tier.num_slots) {
-      uint32_t* const used = b.tier.last_use + found;  // for most positions of a frequent row it is already set
-      if (*reinterpret_cast<volatile uint32_t*>(used) != now && atomicExch(used, now) != now) ++num_hits;
-    } else if (found >= kPendingInHost && b.tier.IsUsed(row_id, found)) {
-      const bool is_fresh = found == kFresh || (found >= kPendingFresh && found != kInHost);
-      atomicMin(place, (is_fresh ? kPendingFresh : kPendingInHost) + static_cast<uint32_t>(i));
+  for (int64_t begin = share.begin + threadIdx.x; begin < share.end; begin += kKeysTogether * kPlaceBlock) {
+    uint32_t row_id[kKeysTogether], place[kKeysTogether];
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) {
+      const int64_t i = begin + k * kPlaceBlock;
+      row_id[k] = kNoRow;
+      if (i < share.end) row_id[k] = b.row_ids[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) {
+      place[k] = kNoRow;
+      if (b.IsRow(row_id[k])) place[k] = *reinterpret_cast<volatile uint32_t*>(b.tier.PlaceAt(row_id[k]));
+    }
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) {
+      const int64_t i = begin + k * kPlaceBlock;
+      if (i < share.end) use(i, row_id[k], place[k]);
     }
   }
-  num_hits = __reduce_add_sync(~0u, num_hits);
-  if (threadIdx.x % kWarp == 0 && num_hits != 0) atomicAdd(&b.control->num_hits, num_hits);
 }
 
-/// Counts the first positions of missing rows.
+/// Marks the missing rows of the call, and pins the slots of the other rows.
+__device__ __forceinline__ void MarkRows(const Bringing& b, uint32_t now) {
+  uint32_t num_hits = 0, num_missing = 0;
+  ForPlaces(b, [&](int64_t i, uint32_t row_id, uint32_t place) {
+    uint32_t found = 0;
+    if (place < b.tier.num_slots) {
+      uint32_t* const priority = b.tier.priority + place;  // for most positions of a frequent row it is already pinned
+      if ((*reinterpret_cast<volatile uint32_t*>(priority) & kPinned) == 0) {
+        const uint32_t old = atomicOr(priority, kPinned);
+        if ((old & kPinned) == 0) {
+          ++num_hits;
+          if (const uint32_t used = b.tier.Use(place, old, now); used != old) atomicExch(priority, used | kPinned);
+        }
+      }
+    } else if (b.IsRow(row_id) && place >= kPending && b.tier.IsUsed(row_id, place)) {
+      const uint32_t old = atomicMin(b.tier.PlaceAt(row_id), kPending + static_cast<uint32_t>(i));
+      if (!IsPending(old)) {
+        found = old;
+        ++num_missing;
+      }
+    }
+    b.found[i] = found;
+  });
+  num_hits = __reduce_add_sync(~0u, num_hits);
+  num_missing = __reduce_add_sync(~0u, num_missing);
+  if (threadIdx.x % kWarp != 0) return;
+  if (num_hits != 0) atomicAdd(&b.control->num_hits, num_hits);
+  if (num_missing != 0) atomicAdd(&b.control->num_missing, num_missing);
+}
+
+/// Counts the first positions of missing rows, and gives them the rows' former places.
 __device__ __forceinline__ void CountMissing(const Bringing& b) {
   const Share share(b.num_keys, kPlaceBlock);
   uint32_t count = 0;
   for (int64_t begin = share.begin; begin < share.end; begin += kPlaceBlock) {
-    count += static_cast<uint32_t>(__syncthreads_count(b.IsFirst(begin + threadIdx.x)));
+    const int64_t i = begin + threadIdx.x;
+    if (i < b.num_keys && b.found[i] != 0) {
+      const uint32_t place = *b.tier.PlaceAt(b.row_ids[i]);
+      if (IsPending(place)) b.former_place[place - kPending] = b.found[i];
+    }
+    count += static_cast<uint32_t>(__syncthreads_count(b.IsFirst(i)));
   }
   if (threadIdx.x == 0) b.missing_counts[blockIdx.x] = count;
 }
@@ -206,14 +244,14 @@ __device__ __forceinline__ void RankMissing(const Bringing& b, Shared& shared, u
   }
 }
 
-/// Counts the slots of each age, per block and in total; ahead of a call it first unmarks them.
-__device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uint32_t now) {
+/// Counts the slots of each age, per block and in total.
+__device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uint32_t now, uint32_t first_tile) {
   for (int age = threadIdx.x; age < kAges; age += kPlaceBlock) shared.ages[age] = 0;
   __syncthreads();
-  const Share share(b.tier.num_slots, kSlotsOfTile);
+  const Share share(b.window.size(), kSlotsOfTile);
   uint32_t num_oldest[2] = {};  // of the last two ages, which have many slots
-  for (int64_t slot = share.begin + threadIdx.x * kSlotsTogether; slot < share.end; slot += kSlotsOfTile) {
-    const Ages ages(b.tier, slot, now, b.is_ahead);
+  for (int64_t i = share.begin + threadIdx.x * kSlotsTogether; i < share.end; i += kSlotsOfTile) {
+    const Ages ages(b.tier, b.window.SlotAt(first_tile, i), now, b.is_ahead);
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
       if (ages.of[i] == kAges - 1) {
@@ -240,9 +278,9 @@ __device__ __forceinline__ void ChooseAge(const Bringing& b, Shared& shared, uin
   const uint32_t age = kAges - 1 - threadIdx.x, count = b.ages[age];  // from the oldest down to 1: age 0 is in use
   const uint64_t older = SumOfBlock(shared, count).before, all = older + count;
   if ((older < num_missing && all >= num_missing) || (age == 1 && all < num_missing)) {
-    shared.num_older = static_cast<uint32_t>(older);
     shared.youngest = age;
     shared.num_victims = min(num_missing, static_cast<uint32_t>(all));
+    shared.num_of_youngest = shared.num_victims - static_cast<uint32_t>(older);
   }
   __syncthreads();
   const uint64_t counted = CountFrom(static_cast<int>(age), static_cast<int>(shared.youngest), shared.ages[age]);
@@ -250,18 +288,17 @@ __device__ __forceinline__ void ChooseAge(const Bringing& b, Shared& shared, uin
   if (threadIdx.x == 0) b.slot_counts[blockIdx.x] = sums.all;
 }
 
-/// Lists the leaving slots: first those older than the youngest age, then those of that age.
-__device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, uint32_t now) {
-  uint64_t before = SumOfBlocks(shared, b.slot_counts).before + (uint64_t{shared.num_older} << 32);
+/// Lists the leaving slots as in the window: those older than the youngest age, and the first ones of that age.
+__device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, uint32_t now, uint32_t first_tile) {
+  uint64_t before = SumOfBlocks(shared, b.slot_counts).before;
   const int youngest = static_cast<int>(shared.youngest);
+  const uint32_t most_equal = shared.num_of_youngest;
   const uint64_t counted = b.slot_counts[blockIdx.x];
-  const bool has_older = static_cast<uint32_t>(counted) != 0;
-  const bool has_equal = counted >> 32 != 0 && before >> 32 < shared.num_victims;
-  if (!has_older && !has_equal) return;
-  const Share share(b.tier.num_slots, kSlotsOfTile);
+  if (static_cast<uint32_t>(counted) == 0 && (counted >> 32 == 0 || before >> 32 >= most_equal)) return;
+  const Share share(b.window.size(), kSlotsOfTile);
   for (int64_t begin = share.begin; begin < share.end; begin += kSlotsOfTile) {
-    const int64_t first = begin + threadIdx.x * kSlotsTogether;
-    const Ages ages(b.tier, first, now, false);
+    const int64_t first = b.window.SlotAt(first_tile, begin) + threadIdx.x * kSlotsTogether;
+    const Ages ages(b.tier, first, now, b.is_ahead);
     uint64_t count = 0;
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) count += ages.of[i] == 0 ? 0 : CountFrom(ages.of[i], youngest, 1);
@@ -272,71 +309,142 @@ __device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, u
     if (count == 0) continue;
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
-      if (ages.of[i] < youngest || ages.of[i] == 0) continue;
-      const uint32_t rank = ages.of[i] == youngest ? equal++ : older++;
-      if (rank < shared.num_victims) b.victims[rank] = static_cast<uint32_t>(first + i);
+      const int age = ages.of[i];
+      if (age < youngest || age == 0) continue;
+      if (age > youngest || equal < most_equal)
+        b.victims[older + min(equal, most_equal)] = static_cast<uint32_t>(first + i);
+      if (age > youngest) ++older;
+      if (age == youngest) ++equal;
     }
   }
 }
 
-/// Adds one to counts[part] for each lane with a move; returns the previous count.
-__device__ __forceinline__ uint32_t CountMove(uint32_t* counts, uint32_t part, bool has_move) {
-  const bool is_ahead = has_move && part == kParts, is_fresh = has_move && part == kParts + 1;
-  const unsigned ahead = __ballot_sync(~0u, is_ahead), fresh = __ballot_sync(~0u, is_fresh);
-  if (!has_move) return 0;
-  if (part < kParts) return atomicAdd(counts + part, 1u);
-  const unsigned lanes = is_fresh ? fresh : ahead;  // these are many, so one lane adds for all
+/// Unmarks the slots that were foreseen for another call, if they still are marked.
+__device__ __forceinline__ void UnmarkSlots(const Bringing& b) {
+  const uint32_t num_listed = b.NumListed(b.tier.counters[kTierForeseen]);
+  for (uint32_t rank = blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_listed; rank += gridDim.x * kPlaceBlock) {
+    const uint32_t slot = b.tier.foreseen[rank].slot;
+    if (slot < b.tier.num_slots) atomicCAS(b.tier.priority + slot, kMarked, kOnceMarked);
+  }
+}
+
+/// Adds one for each lane of a warp that counts, at once; returns the count before the lane's own.
+__device__ __forceinline__ uint32_t CountLane(uint32_t* counter, bool counts) {
+  const unsigned lanes = __ballot_sync(~0u, counts);
+  if (!counts) return 0;
   const int lane = static_cast<int>(threadIdx.x % kWarp), first = __ffs(static_cast<int>(lanes)) - 1;
   uint32_t before = 0;
-  if (lane == first) before = atomicAdd(counts + part, static_cast<uint32_t>(__popc(lanes)));
+  if (lane == first) before = atomicAdd(counter, static_cast<uint32_t>(__popc(lanes)));
   return __shfl_sync(lanes, before, first) + static_cast<uint32_t>(__popc(lanes & ((1u << lane) - 1)));
+}
+
+/// Adds one to counts[part] for each lane with a move; returns the previous count.
+__device__ __forceinline__ uint32_t CountMove(uint32_t* counts, uint32_t part, bool has_move) {
+  const uint32_t ahead = CountLane(counts + kParts, has_move && part == kParts);
+  const uint32_t fresh = CountLane(counts + kParts + 1, has_move && part == kParts + 1);
+  if (!has_move) return 0;
+  return part < kParts ? atomicAdd(counts + part, 1u) : part == kParts ? ahead : fresh;
+}
+
+/// Gives a row a slot, and notes the moves.
+__device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uint32_t slot, uint32_t priority,
+                                         Move* leaving) {
+  const TierView& tier = b.tier;
+  Record* owner = tier.OwnerAt(slot);
+  const bool is_kept = !tier.IsStaged(slot);
+  if (is_kept && owner->free_id < tier.capacity) {
+    *leaving = {slot, owner->free_id, 0, kNoRow};
+    if (tier.priority[slot] == kMarked && b.HasAhead()) leaving->ahead = 0;
+    *tier.PlaceAt(owner->free_id) = tier.PlaceAfter(slot);
+  }
+  const Record& record = *tier.records.At(tier.starts, row_id, 1);
+  *owner = {record.key, record.table, row_id};
+  if (!is_kept) return;
+  tier.last_use[slot] = b.tier.Now();
+  tier.priority[slot] = priority | kPinned;
+  *tier.PlaceAt(row_id) = slot;
 }
 
 /// Gives the row of a rank its slot. If the row is staged, its positions still find its rank in its place.
 __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
                                       Move* coming) {
-  const TierView& tier = b.tier;
-  const uint32_t row_id = b.row_ids[b.missing[rank]], slot = b.SlotOfRank(rank, num_victims);
-  const bool is_kept = rank < num_victims;
-  if (!is_kept && rank - num_victims >= tier.num_staged) return;  // only in an invalid state
-  Record* owner = tier.OwnerAt(slot);
-  const bool has_ahead = b.HasAhead();
-  *coming = {slot, row_id, *tier.PlaceAt(row_id) >= kPendingFresh ? 1u : 0u, kNoRow};
-  if (has_ahead && coming->is_fresh == 0 && rank < b.most_ahead && tier.area->row_ids[rank] == row_id) {
-    coming->ahead = rank;
-  }
-  if (is_kept && owner->free_id < tier.capacity) {
-    *leaving = {slot, owner->free_id, 0, kNoRow};
-    if (has_ahead && tier.last_use[slot] == kMarked) leaving->ahead = 0;
-    *tier.PlaceAt(owner->free_id) = kInHost;
-  }
-  const Record& record = *tier.records.At(tier.starts, row_id, 1);
-  *owner = {record.key, record.table, row_id};
-  if (is_kept) {
-    tier.last_use[slot] = b.Now();
-    *tier.PlaceAt(row_id) = slot;
-  }
+  if (rank >= num_victims && rank - num_victims >= b.tier.num_staged) return;  // only in an invalid state
+  const uint32_t first = b.missing[rank], slot = b.SlotOfRank(rank, num_victims), from = b.former_place[first];
+  *coming = {slot, b.row_ids[first], from == kFresh ? 1u : 0u, kNoRow};
+  TakeSlot(b, coming->row_id, slot, b.tier.PriorityFrom(from, b.tier.Now()), leaving);
 }
 
-/// Marks the slot that the row of a rank would take, and restores the row's place.
+/// Lists the slot that the row of a rank would take, marks it, and restores the row's place.
 __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
                                         Move* coming) {
   const TierView& tier = b.tier;
-  const uint32_t row_id = b.row_ids[b.missing[rank]];
-  uint32_t* place = tier.PlaceAt(row_id);
-  const bool is_fresh = *place >= kPendingFresh, is_ahead = rank < b.most_ahead;
-  if (!is_fresh && is_ahead) *coming = {rank, row_id, 0, kNoRow};
-  *place = is_fresh ? kFresh : kInHost;
-  if (!is_ahead || rank >= num_victims) return;
-  const uint32_t slot = b.victims[rank];
+  const uint32_t first = b.missing[rank], row_id = b.row_ids[first], from = b.former_place[first];
+  *tier.PlaceAt(row_id) = from;
+  if (rank >= min(num_victims, b.NumListed(~0u))) return;
+  const uint32_t slot = b.victims[rank], is_fresh = from == kFresh ? 1 : 0;
+  tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
+  if (is_fresh == 0) *coming = {rank, row_id, 0, kNoRow};
   if (tier.owners[slot].free_id >= tier.capacity) return;
   *leaving = {slot, tier.owners[slot].free_id, 0, kNoRow};
-  tier.last_use[slot] = kMarked;
+  tier.priority[slot] = kMarked;
+}
+
+struct Counts {
+  uint32_t fetched = 0, written = 0, ahead = 0;
+
+  __device__ void AddTo(BringControl* control) {
+    fetched = __reduce_add_sync(~0u, fetched);
+    written = __reduce_add_sync(~0u, written);
+    ahead = __reduce_add_sync(~0u, ahead);
+    if (threadIdx.x % kWarp != 0) return;
+    if (fetched != 0) atomicAdd(&control->num_fetched, fetched);
+    if (written != 0) atomicAdd(&control->num_written, written);
+    if (ahead != 0) atomicAdd(&control->num_ahead, ahead);
+  }
+};
+
+/// Counts the moves of a row, and those of each part. All lanes of a warp call it.
+__device__ __forceinline__ void CountMoves(const Bringing& b, Move* leaving, const Move& coming, Counts* counts) {
+  counts->written += leaving->row_id != kNoRow ? 1 : 0;
+  counts->fetched += coming.row_id != kNoRow && coming.is_fresh == 0 ? 1 : 0;
+  counts->ahead += coming.ahead != kNoRow ? 1 : 0;
+  if (leaving->ahead != kNoRow) leaving->row_id = kNoRow;  // already written
+  CountMove(b.leaving_parts, leaving->row_id >> b.shift, leaving->row_id != kNoRow);
+  CountMove(b.coming_parts, b.PartOf(coming), coming.row_id != kNoRow);
+}
+
+/// Gives missing rows the slots that were foreseen for them, if these are still free or marked.
+__device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
+  const TierView& tier = b.tier;
+  const uint32_t num_listed = b.NumListed(tier.counters[kTierForeseen]);
+  Counts counts;
+  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_listed; begin += gridDim.x * kPlaceBlock) {
+    const uint32_t rank = begin + threadIdx.x;
+    Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
+    if (rank < num_listed) {
+      const Foreseen foreseen = tier.foreseen[rank];
+      const bool is_valid = foreseen.row_id < tier.capacity && foreseen.slot < tier.num_slots;
+      const uint32_t priority = is_valid ? tier.priority[foreseen.slot] : kPinned;
+      if ((priority == 0 || priority == kMarked) && IsPending(*tier.PlaceAt(foreseen.row_id))) {
+        coming = {foreseen.slot, foreseen.row_id, foreseen.is_fresh, kNoRow};
+        if (foreseen.is_fresh == 0 && b.HasAhead() && tier.area->row_ids[rank] == foreseen.row_id) coming.ahead = rank;
+        TakeSlot(b, foreseen.row_id, foreseen.slot, foreseen.priority, &leaving);
+      }
+    }
+    const bool is_placed = coming.row_id != kNoRow;
+    CountMoves(b, &leaving, coming, &counts);
+    const uint32_t at = CountLane(&b.control->num_foreseen, is_placed);
+    if (!is_placed) continue;
+    b.leaving[at] = leaving;
+    b.coming[at] = coming;
+  }
+  counts.AddTo(b.control);
 }
 
 /// Gives the missing rows their slots, or predicts them, and counts the moves of each part.
-__device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
-  uint32_t num_fetched = 0, num_written = 0, num_ahead = 0;
+__device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before, uint32_t num_missing,
+                                         uint32_t num_victims) {
+  Counts counts;
   for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
@@ -347,39 +455,36 @@ __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_missing
         Place(b, rank, num_victims, &leaving, &coming);
       }
     }
-    num_written += leaving.row_id != kNoRow ? 1 : 0;
-    num_fetched += coming.row_id != kNoRow && coming.is_fresh == 0 ? 1 : 0;
-    num_ahead += coming.ahead != kNoRow ? 1 : 0;
-    if (leaving.ahead != kNoRow) leaving.row_id = kNoRow;  // already written
-    CountMove(b.leaving_parts, leaving.row_id >> b.shift, leaving.row_id != kNoRow);
-    CountMove(b.coming_parts, b.PartOf(coming), coming.row_id != kNoRow);
+    CountMoves(b, &leaving, coming, &counts);
     if (rank >= num_missing) continue;
-    b.leaving[rank] = leaving;
-    b.coming[rank] = coming;
+    b.leaving[num_before + rank] = leaving;
+    b.coming[num_before + rank] = coming;
   }
-  num_fetched = __reduce_add_sync(~0u, num_fetched);
-  num_written = __reduce_add_sync(~0u, num_written);
-  num_ahead = __reduce_add_sync(~0u, num_ahead);
-  if (threadIdx.x % kWarp != 0) return;
-  if (num_fetched != 0) atomicAdd(&b.control->num_fetched, num_fetched);
-  if (num_written != 0) atomicAdd(&b.control->num_written, num_written);
-  if (num_ahead != 0) atomicAdd(&b.control->num_ahead, num_ahead);
+  counts.AddTo(b.control);
 }
 
 /// Turns the parts' counts into the begin of each part in its list: one block for each list, if there are two.
 __device__ __forceinline__ void SumParts(const Bringing& b, Shared& shared) {
+  constexpr int kOfThread = (kListParts + kPlaceBlock - 1) / kPlaceBlock;
+  const int first = static_cast<int>(threadIdx.x) * kOfThread;
   for (unsigned list = blockIdx.x; list < 2; list += gridDim.x) {
     uint32_t* const parts = list == 0 ? b.leaving_parts : b.coming_parts;
-    uint64_t num_before = 0;
-    for (int begin = 0; begin < kListParts; begin += kPlaceBlock) {
-      const int part = begin + static_cast<int>(threadIdx.x);
-      const Sums sums = SumOfBlock(shared, part < kListParts ? parts[part] : 0);
-      if (part < kListParts) parts[part] = static_cast<uint32_t>(num_before + sums.before);
-      num_before += sums.all;
+    uint32_t counts[kOfThread], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      counts[i] = first + i < kListParts ? parts[first + i] : 0;
+      sum += counts[i];
+    }
+    const Sums sums = SumOfBlock(shared, sum);
+    uint32_t begin = static_cast<uint32_t>(sums.before);
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      if (first + i < kListParts) parts[first + i] = begin;
+      begin += counts[i];
     }
     __syncthreads();
     if (threadIdx.x != 0) continue;
-    b.moves.counts[list == 0 ? kNumLeaving : kNumComing] = static_cast<uint32_t>(num_before);
+    b.moves.counts[list == 0 ? kNumLeaving : kNumComing] = static_cast<uint32_t>(sums.all);
     if (list == 0) continue;
     b.moves.counts[kNumFromHost] = parts[kParts];
     b.moves.counts[kNumNotFresh] = parts[kParts + 1];
@@ -387,11 +492,11 @@ __device__ __forceinline__ void SumParts(const Bringing& b, Shared& shared) {
 }
 
 /// Lists the moves by part.
-__device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_missing) {
-  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
+__device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_moves) {
+  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_moves; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
-    if (rank < num_missing) {
+    if (rank < num_moves) {
       leaving = b.leaving[rank];
       coming = b.coming[rank];
     }
@@ -403,82 +508,95 @@ __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_missi
   }
 }
 
-/// Writes the slot of every position.
+/// Unpins the slots of the call's rows, and unless it is ahead of a call writes the slot of every position.
 __device__ __forceinline__ void FindSlots(const Bringing& b, uint32_t num_victims) {
-  const Share share(b.num_keys, kPlaceBlock);
-  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
-    uint32_t place = kNoRow;
-    if (b.IsRow(b.row_ids[i])) place = *b.tier.PlaceAt(b.row_ids[i]) == kFresh ? 0 : *b.tier.PlaceAt(b.row_ids[i]);
-    if (place >= kPendingInHost && place < kInHost) {
-      place = b.SlotOfRank(b.rank_of[min(static_cast<int64_t>(place % kMostSlots), b.num_keys - 1)], num_victims);
-    } else if (place != 0 && place >= b.tier.num_slots) {
-      place = kNoRow;
+  ForPlaces(b, [&](int64_t i, uint32_t row_id, uint32_t place) {
+    uint32_t slot = kNoRow;
+    if (place < b.tier.num_slots) {
+      slot = place;
+      uint32_t* const priority = b.tier.priority + place;
+      if ((*reinterpret_cast<volatile uint32_t*>(priority) & kPinned) != 0) atomicAnd(priority, ~kPinned);
+    } else if (IsPending(place)) {
+      slot = b.SlotOfRank(b.rank_of[min(int64_t{place - kPending}, b.num_keys - 1)], num_victims);
+    } else if (place == kFresh && b.IsRow(row_id)) {
+      slot = 0;
     }
-    b.slots[i] = place;
-  }
+    if (!b.is_ahead) b.slots[i] = slot;
+  });
 }
 
 /// Restores the places of staged rows.
 __device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
   for (uint32_t rank = num_victims + blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_missing;
        rank += gridDim.x * kPlaceBlock) {
-    uint32_t* place = b.tier.PlaceAt(b.row_ids[b.missing[rank]]);
-    *place = *place >= kPendingFresh ? kFresh : kInHost;
+    *b.tier.PlaceAt(b.row_ids[b.missing[rank]]) = b.former_place[b.missing[rank]];
   }
 }
 
 /// Counts the moves of the call; one thread calls it.
-__device__ void CountCall(const Bringing& b, uint32_t num_missing) {
+__device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t youngest, uint32_t first_tile) {
   uint32_t* const counters = b.tier.counters;
+  const bool has_missing = b.control->num_missing != 0;
   counters[kTierClock] += 1;
+  if (num_victims != 0) counters[kTierWindow] = b.window.Next(first_tile);
+  // A limit among marked slots would say nothing.
+  if (num_victims != 0 && (b.is_ahead || counters[kTierTicket] == 0)) counters[kTierLimit] = youngest;
   if (b.is_ahead) {
-    counters[kTierTicket] = num_missing != 0 ? counters[kTierClock] : 0;
+    counters[kTierTicket] = has_missing ? counters[kTierClock] : 0;
+    counters[kTierForeseen] = b.NumListed(num_victims);
     return;
   }
   counters[kTierHits] += b.control->num_hits;
   counters[kTierFetched] += b.control->num_fetched;
   counters[kTierWritten] += b.control->num_written;
   counters[kTierAhead] += b.control->num_ahead;
-  if (num_missing != 0) counters[kTierTicket] = 0;
+  if (has_missing) counters[kTierTicket] = 0;
 }
 
 // All blocks run at once and synchronise between steps; in a step no block reads what another one writes.
 __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_constant__ Bringing b) {
   __shared__ Shared shared;
   const cooperative_groups::grid_group all_blocks = cooperative_groups::this_grid();
-  const uint32_t now = b.Now();
+  const uint32_t now = b.tier.Now();
+  const bool may_be_foreseen = !b.is_ahead && b.tier.counters[kTierTicket] != 0;
+  const uint32_t first_tile = b.window.First(b.tier.counters[kTierWindow]);
+  if (b.is_ahead) UnmarkSlots(b);
   MarkRows(b, now);
   all_blocks.sync();
-  CountMissing(b);
-  all_blocks.sync();
-  const Sums missing = SumOfBlocks(shared, b.missing_counts);
-  const uint32_t num_missing = static_cast<uint32_t>(missing.all);
-  uint32_t num_victims = 0;
-  if (num_missing == 0) {
+  const uint32_t num_moves = b.control->num_missing;
+  uint32_t num_missing = num_moves, num_victims = 0;
+  if (num_moves == 0) {
     if (blockIdx.x == 0 && threadIdx.x < kNumMoveCounts) b.moves.counts[threadIdx.x] = 0;
   } else {
-    RankMissing(b, shared, missing.before);
-    CountAges(b, shared, now);
-    all_blocks.sync();
-    ChooseAge(b, shared, num_missing);
-    num_victims = shared.num_victims;
-    all_blocks.sync();
-    ChooseSlots(b, shared, now);
-    all_blocks.sync();
-    MoveRows(b, num_missing, num_victims);
-    all_blocks.sync();
+    if (may_be_foreseen) {
+      PlaceForeseen(b);
+      all_blocks.sync();
+      num_missing -= b.control->num_foreseen;
+    }
+    if (num_missing != 0) {
+      CountMissing(b);
+      all_blocks.sync();
+      RankMissing(b, shared, SumOfBlocks(shared, b.missing_counts).before);
+      CountAges(b, shared, now, first_tile);
+      all_blocks.sync();
+      ChooseAge(b, shared, num_missing);
+      num_victims = shared.num_victims;
+      all_blocks.sync();
+      ChooseSlots(b, shared, now, first_tile);
+      all_blocks.sync();
+      MoveRows(b, num_moves - num_missing, num_missing, num_victims);
+      all_blocks.sync();
+    }
     SumParts(b, shared);
     all_blocks.sync();
-    OrderMoves(b, num_missing);
+    OrderMoves(b, num_moves);
   }
-  if (!b.is_ahead) {
-    FindSlots(b, num_victims);
-    if (num_missing > num_victims) {
-      all_blocks.sync();
-      RestorePlaces(b, num_missing, num_victims);
-    }
+  FindSlots(b, num_victims);
+  if (!b.is_ahead && num_missing > num_victims) {
+    all_blocks.sync();
+    RestorePlaces(b, num_missing, num_victims);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) CountCall(b, num_missing);
+  if (blockIdx.x == 0 && threadIdx.x == 0) CountCall(b, num_victims, shared.youngest, first_tile);
 }
 
 /// Launches the kernel.
@@ -491,7 +609,8 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   b.slots = slots;
   b.moves = moves;
   b.is_ahead = is_ahead;
-  b.most_ahead = MostAhead(tier.host_bytes);
+  b.window = SlotWindow::Of(tier.num_slots, num_keys);
+  b.most_ahead = std::min(MostAhead(tier.host_bytes), tier.most_foreseen);
   while ((tier.capacity - 1) >> b.shift >= kParts) ++b.shift;
   WorkspaceCutter cut(workspace);
   b.control = cut.Take<BringControl>(1);
@@ -501,6 +620,8 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, workspace, cut.used() / 4, 0));
   b.missing_counts = cut.Take<uint64_t>(kMostPlaceBlocks);
   b.slot_counts = cut.Take<uint64_t>(kMostPlaceBlocks);
+  b.found = cut.Take<uint32_t>(num_keys);
+  b.former_place = cut.Take<uint32_t>(num_keys);
   b.rank_of = cut.Take<uint32_t>(num_keys);
   b.missing = cut.Take<uint32_t>(num_keys);
   b.victims = cut.Take<uint32_t>(num_keys);
@@ -513,8 +634,7 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   // A block fills a multiprocessor. Multiprocessors that move records ahead have no room for it, and it must not wait
   // for them.
   const int64_t most = std::min<int64_t>(kMostPlaceBlocks, std::max(1, NumMultiprocessors() - kWriteAheadBlocks));
-  const int64_t wanted =
-      std::max(CeilDiv<int64_t>(num_keys, kPlaceBlock), CeilDiv<int64_t>(tier.num_slots, kSlotsOfTile));
+  const int64_t wanted = std::max<int64_t>(CeilDiv<int64_t>(num_keys, kPlaceBlock), b.window.num_tiles);
   const int64_t num_blocks = std::clamp<int64_t>(wanted, 1, most);
   void* arguments[] = {&b};
   JAXSOK_RETURN_IF_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(PlaceKernel),

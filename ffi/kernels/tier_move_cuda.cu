@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kLine = 16;         // bytes that a lane moves at once
 constexpr int kLinesPerLane = 9;  // in flight: eight records of 528 bytes a warp
+constexpr int kSomeLines = 2;     // in flight for lines that take much code
 constexpr int kLinkBlocks = 16;   // blocks that move records over the link; more are slower
 
 __device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
@@ -25,12 +26,14 @@ __device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
   return {reinterpret_cast<char*>(host), __shfl_sync(~0u, own.here, lane)};
 }
 
-/// Moves the pieces of several records at once with the lanes of a warp: all are loaded before any is stored.
-template <typename EndsOf, typename Load, typename Store>
-__device__ __forceinline__ void MoveLines(int64_t num_records, int num_lines, const EndsOf& ends_of, const Load& load,
-                                          const Store& store) {
+/// Moves lines of several records at once with the lanes of a warp: all are loaded before any is stored. A record's
+/// lines begin at `first_line`.
+template <int kOfLane = kLinesPerLane, typename EndsOf, typename Load, typename Store>
+__device__ __forceinline__ void MoveLines(int64_t num_records, int first_line, int num_lines, const EndsOf& ends_of,
+                                          const Load& load, const Store& store) {
+  if (num_lines == 0) return;
   const int lane = static_cast<int>(threadIdx.x % kWarp);
-  const int together = min(kWarp, max(1, kLinesPerLane * kWarp / num_lines));
+  const int together = min(kWarp, max(1, kOfLane * kWarp / num_lines));
   const int64_t stride = int64_t{gridDim.x} * (kBlock / kWarp) * together;
   int64_t first = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp * together;
   const auto own_of = [&](int64_t begin) {
@@ -41,23 +44,27 @@ __device__ __forceinline__ void MoveLines(int64_t num_records, int num_lines, co
     const int num = static_cast<int>(min(int64_t{together}, num_records - first));
     const Ends own = next;
     next = own_of(first + stride);
-    for (int begin = 0; begin < num * num_lines; begin += kLinesPerLane * kWarp) {
-      uint4 lines[kLinesPerLane];
+    for (int begin = 0; begin < num * num_lines; begin += kOfLane * kWarp) {
+      uint4 lines[kOfLane];
 #pragma unroll
-      for (int j = 0; j < kLinesPerLane; ++j) {
+      for (int j = 0; j < kOfLane; ++j) {
         const int at = begin + j * kWarp + lane, record = at / num_lines;
         const Ends ends = EndsOfLane(own, record);
-        if (ends.host != nullptr && record < num) lines[j] = load(ends, (at - record * num_lines) * kLine);
+        if (ends.host != nullptr && record < num) lines[j] = load(ends, (first_line + at - record * num_lines) * kLine);
       }
 #pragma unroll
-      for (int j = 0; j < kLinesPerLane; ++j) {
+      for (int j = 0; j < kOfLane; ++j) {
         const int at = begin + j * kWarp + lane, record = at / num_lines;
         const Ends ends = EndsOfLane(own, record);
-        if (ends.host != nullptr && record < num) store(ends, (at - record * num_lines) * kLine, lines[j]);
+        if (ends.host != nullptr && record < num) {
+          store(ends, (first_line + at - record * num_lines) * kLine, lines[j]);
+        }
       }
     }
   }
 }
+
+__host__ __device__ constexpr int NumLines(int64_t num_bytes) { return static_cast<int>(num_bytes / kLine); }
 
 __device__ __forceinline__ bool IsAligned(const void* at, int bytes) {
   return reinterpret_cast<uint64_t>(at) % bytes == 0;
@@ -72,6 +79,7 @@ struct Piece {
 __device__ __forceinline__ Piece PieceAt(const TierView& tier, uint32_t slot, int64_t at) {
   const int64_t row_bytes = tier.RowBytes();
   if (at < row_bytes) return {tier.RowAt(slot) + at, row_bytes - at};
+#pragma unroll 1
   for (int k = 0; k < tier.states.num_states; ++k) {
     const int64_t in = at - tier.state_begin[k], size = int64_t{tier.states.width[k]} * 4;
     if (in >= 0 && in < size) return {reinterpret_cast<char*>(tier.StateAt(k, slot)) + in, size - in};
@@ -122,6 +130,12 @@ __device__ __forceinline__ void StoreLine(const TierView& tier, uint32_t slot, i
   }
 }
 
+/// Returns the lines of a record that lie in the row alone: one instruction moves each of them. On the device they are
+/// moved by themselves, since the test for the others takes longer than the move.
+__device__ __forceinline__ int NumLinesInRow(const TierView& tier) {
+  return tier.RowBytes() % kLine == 0 ? NumLines(tier.RowBytes()) : 0;
+}
+
 template <typename Row>
 __device__ void Initialize(const RowInitializer& values, char* row, int32_t dim, int lane) {
   for (int column = lane; column < dim; column += kWarp) {
@@ -169,8 +183,7 @@ __global__ void __launch_bounds__(kBlock) WriteKernel(const __grid_constant__ Ti
   if (num_moves == 0) return;
   if (tier.area != nullptr) WaitForJob(tier.area->jobs, &tier.area->jobs->num_begun);
   MoveLines(
-      num_moves, static_cast<int>(tier.host_bytes / kLine),
-      [&](int64_t i) { return EndsOfLeaving(tier, leaving[i], begin); },
+      num_moves, 0, NumLines(tier.host_bytes), [&](int64_t i) { return EndsOfLeaving(tier, leaving[i], begin); },
       [&](const Ends& ends, int at) { return LoadLine(tier, static_cast<uint32_t>(ends.here), at); },
       [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; });
 }
@@ -194,7 +207,7 @@ __global__ void __launch_bounds__(kBlock)
     WaitForJob(jobs, counts[kNumFromHost] != 0 ? &jobs->num_begun : &tier.area->last_read);
   }
   MoveLines(
-      min(int64_t{counts[kNumFromHost]}, most_moves), static_cast<int>(tier.host_bytes / kLine),
+      min(int64_t{counts[kNumFromHost]}, most_moves), 0, NumLines(tier.host_bytes),
       [&](int64_t i) {
         const Move move = coming[i];
         return Ends{Comes(tier, move) ? tier.HostAt(move.row_id) : nullptr, move.slot};
@@ -216,14 +229,20 @@ __global__ void __launch_bounds__(kBlock) ReadHereKernel(const __grid_constant__
   }
   if (first == fresh) return;
   char* const records = tier.area->records;
-  MoveLines(
-      min(fresh, most_moves) - first, static_cast<int>(tier.host_bytes / kLine),
-      [&](int64_t i) {
-        const Move move = coming[first + i];
-        return Ends{Comes(tier, move) ? records + int64_t{move.ahead} * tier.host_bytes : nullptr, move.slot};
-      },
-      LoadRecord,
-      [&](const Ends& ends, int at, uint4 line) { StoreLine(tier, static_cast<uint32_t>(ends.here), at, line); });
+  const auto ends_of = [&](int64_t i) {
+    const Move move = coming[first + i];
+    return Ends{Comes(tier, move) ? records + int64_t{move.ahead} * tier.host_bytes : nullptr, move.slot};
+  };
+  const auto store_in_row = [&](const Ends& ends, int at, uint4 line) {
+    *reinterpret_cast<uint4*>(tier.RowAt(static_cast<uint32_t>(ends.here)) + at) = line;
+  };
+  const auto store = [&](const Ends& ends, int at, uint4 line) {
+    StoreLine(tier, static_cast<uint32_t>(ends.here), at, line);
+  };
+  const int64_t num_moves = min(fresh, most_moves) - first;
+  const int num_in_row = NumLinesInRow(tier);
+  MoveLines(num_moves, 0, num_in_row, ends_of, LoadRecord, store_in_row);
+  MoveLines<kSomeLines>(num_moves, num_in_row, NumLines(tier.host_bytes) - num_in_row, ends_of, LoadRecord, store);
 }
 
 // One warp, one position.
@@ -239,7 +258,7 @@ __global__ void __launch_bounds__(kBlock)
     Record owner{kPaddingKey, kNoRow, kNoRow};
     if (slot == staged) {
       const Record record = *tier.records.At(tier.starts, row_id, 1);
-      if (place == kInHost) {
+      if (IsInHost(place)) {
         for (int at = lane * kLine; at < tier.host_bytes; at += kWarp * kLine) {
           StoreLine(tier, staged, at, *reinterpret_cast<const uint4*>(tier.HostAt(row_id) + at));
         }
@@ -343,14 +362,18 @@ __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constan
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_moves; i += int64_t{gridDim.x} * kBlock) {
     list[i] = {EndsOfLeaving(tier, leaving[i], begin).host, reinterpret_cast<uint64_t>(copies + i * tier.host_bytes)};
   }
-  MoveLines(
-      num_moves, static_cast<int>(tier.host_bytes / kLine),
-      [&](int64_t i) {
-        const bool is_here = EndsOfLeaving(tier, leaving[i], begin).host != nullptr;
-        return Ends{is_here ? copies + i * tier.host_bytes : nullptr, leaving[i].slot};
-      },
-      [&](const Ends& ends, int at) { return LoadLine(tier, static_cast<uint32_t>(ends.here), at); },
-      [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; });
+  const auto ends_of = [&](int64_t i) {
+    const bool is_here = EndsOfLeaving(tier, leaving[i], begin).host != nullptr;
+    return Ends{is_here ? copies + i * tier.host_bytes : nullptr, leaving[i].slot};
+  };
+  const auto load_in_row = [&](const Ends& ends, int at) {
+    return *reinterpret_cast<const uint4*>(tier.RowAt(static_cast<uint32_t>(ends.here)) + at);
+  };
+  const auto load = [&](const Ends& ends, int at) { return LoadLine(tier, static_cast<uint32_t>(ends.here), at); };
+  const auto store = [&](const Ends& ends, int at, uint4 line) { *reinterpret_cast<uint4*>(ends.host + at) = line; };
+  const int num_in_row = NumLinesInRow(tier);
+  MoveLines(num_moves, 0, num_in_row, ends_of, load_in_row, store);
+  MoveLines<kSomeLines>(num_moves, num_in_row, NumLines(tier.host_bytes) - num_in_row, ends_of, load, store);
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   area->num_leaving = static_cast<uint32_t>(num_moves);
   area->last_write = BeginJob(area);
@@ -375,7 +398,7 @@ __global__ void __launch_bounds__(kBlock)
 template <bool kToHost>
 __global__ void __launch_bounds__(kBlock) CopyKernel(const Ends* list, const uint32_t* num, int num_lines) {
   MoveLines(
-      *num, num_lines, [&](int64_t i) { return list[i]; },
+      *num, 0, num_lines, [&](int64_t i) { return list[i]; },
       [&](const Ends& ends, int at) {
         return *reinterpret_cast<const uint4*>((kToHost ? reinterpret_cast<char*>(ends.here) : ends.host) + at);
       },
@@ -481,7 +504,7 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
   return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
     CopyKernel<true><<<kWriteAheadBlocks, kBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
-                                                            static_cast<int>(tier.host_bytes / kLine));
+                                                            NumLines(tier.host_bytes));
   });
 }
 
@@ -501,7 +524,7 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
   TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
   return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
     CopyKernel<false><<<kReadAheadBlocks, kBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
-                                                            static_cast<int>(tier.host_bytes / kLine));
+                                                            NumLines(tier.host_bytes));
   });
 }
 

@@ -21,7 +21,8 @@ class Tier:
     """The places of the rows of a store in host memory, and the cache: `TierView` in ffi/kernels/tier.h."""
 
     places: tuple[UInt32[Array, "_ 1"], ...]
-    """The place of each row, in slabs: its slot in the cache, IN_HOST or FRESH."""
+    """The place of each row, in slabs: its slot in the cache, FRESH, or in host memory with the time of its last use;
+    IN_HOST where that is not known."""
     rows: Float[Array, "num_lines dim"]
     """The rows in the cache, by slot; at least one slot."""
     states: tuple[Float32[Array, "num_lines _"], ...]
@@ -29,7 +30,11 @@ class Tier:
     owners: UInt32[Array, "num_lines 4"]
     """Key low, key high, table and row id of the row in each slot; all ones where it is free."""
     last_use: UInt32[Array, " num_lines"]
-    """The clock of the last call that used the slot."""
+    """When the last use of the slot's row began; 0: the slot is free."""
+    priority: UInt32[Array, " num_lines"]
+    """When the use before that began: the oldest leaves. `Priority` in tier.h has further values."""
+    foreseen: UInt32[Array, "num_foreseen 4"]
+    """What the next call will place, if nothing changes until then: row id, slot, priority, and 1 for a fresh row."""
     counters: UInt32[Array, " num_tier_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
     order: UInt32[Array, " num_words"]
@@ -38,10 +43,13 @@ class Tier:
 
 
 _TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
-_PLACING_ARRAYS = ("places", "owners", "last_use", "counters", "order")
+_PLACING_ARRAYS = ("places", "owners", "last_use", "priority", "foreseen", "counters", "order")
 
 _MOVE_WORDS = 4  # `Move` in ffi/kernels/tier.h
 _MOVE_COUNTS = 4  # `MoveCount`
+
+MOST_FORESEEN = 1 << 16
+"""Rows of a store that are foreseen for a call, at most: `kMostAhead` in ffi/kernels/tier.h."""
 
 
 class Brought(NamedTuple):

@@ -8,9 +8,34 @@ from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD
 from kernel_scripts import HALVES, SLABS, Script, case, cases
 
 FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
-CLOCK, HITS, FETCHED, WRITTEN, TICKET = range(5)  # the last counts the rows that a GPU reads ahead
-OLDEST = 1023  # larger ages count as equal
-MARKED, ONCE_MARKED = 2**32 - 1, 1
+CLOCK, HITS, FETCHED, WRITTEN, TICKET, AHEAD, FORESEEN, LIMIT, WINDOW = range(9)
+HISTORY = 3 * 2**30  # of a place: in host memory, and the rest is the time of the last use
+ONE_USE = 5  # calls
+CLOCK_AT_FIRST = 60_000
+TILE = 2**12
+SINGLE, FIRST_SINGLE, FREE = 2**31, 864, 1024  # of a priority; ages
+MARKED, ONCE_MARKED = SINGLE + 2**30 - 1, SINGLE + 1
+
+
+def bin_of(age: int, per_octave: int) -> int:
+    """Returns the bin of an age: twice as wide in each octave."""
+    width = 1
+    while age >= 2 * per_octave * width:
+        width *= 2
+    return (width.bit_length() - 1) * per_octave + age // width
+
+
+def age_of_use(age: int) -> int:
+    return min(max(bin_of(age, 32), 1), FIRST_SINGLE - 1)
+
+
+def age_of(priority: int, now: int) -> int:
+    """Returns the age of a slot that the call does not use."""
+    if priority in (0, MARKED):
+        return FREE
+    if priority < SINGLE:
+        return age_of_use(now - priority)
+    return min(FIRST_SINGLE + bin_of(now - (priority - SINGLE), 8), FREE - 1)
 
 
 class TieredStore(Store):
@@ -24,8 +49,9 @@ class TieredStore(Store):
         self.cached_rows = np.full((self.num_lines, self.dim), -7, self.dtype)
         self.cached_states = [np.full((self.num_lines, state.shape[1]), F32(-8)) for state in self.states]
         self.owners = np.full((self.num_lines, 4), EMPTY)
-        self.last_use = np.zeros(self.num_lines, np.uint32)
-        self.tier_counters = np.zeros(6, np.uint32)
+        self.last_use, self.priority = np.zeros((2, self.num_lines), np.uint32)
+        self.foreseen = np.zeros((self.num_lines, 4), np.uint32)
+        self.tier_counters = np.zeros(9, np.uint32)
 
     def arrays(self) -> dict:
         """Copies all arrays; host memory as bytes, with zeros between the numbers of rows.
@@ -39,10 +65,12 @@ class TieredStore(Store):
             "states": tuple(state.copy() for state in self.cached_states),
             "owners": self.owners.copy(),
             "last_use": self.last_use.copy(),
+            "priority": self.priority.copy(),
+            "foreseen": self.foreseen.copy(),
             "counters": self.tier_counters.copy(),
             "order": np.zeros(len(self.counters), np.uint32),
         }
-        host = tuple(np.split(np.where(self.places[:, None] < IN_HOST, np.uint8(0), self._host()), ends))
+        host = tuple(np.split(np.where(self.places[:, None] < HISTORY, np.uint8(0), self._host()), ends))
         return super().arrays() | {"rows": host, "states": (), "tier": (tier,)}
 
     def _host(self) -> np.ndarray:
@@ -71,7 +99,7 @@ class TieredStore(Store):
         cached = self.cached_rows, *self.cached_states
         for row_id in self.row_of.values():
             slot = self.places[row_id]
-            numbers = [array[slot] for array in cached] if slot < IN_HOST else self._numbers(row_id)
+            numbers = [array[slot] for array in cached] if slot < HISTORY else self._numbers(row_id)
             for column, value in zip(columns.values(), numbers, strict=True):
                 column[row_id] = value
         return columns
@@ -79,41 +107,70 @@ class TieredStore(Store):
     def bring(self, row_ids: np.ndarray) -> dict:
         """Does what `LaunchBring` states, row by row."""
         counters = self.tier_counters
-        counters[CLOCK] += 1
-        wanted = dict.fromkeys(filter(self._is_row, row_ids.tolist()))
-        slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < IN_HOST}
+        slot_of, missed, now = self._find(row_ids)
         counters[[HITS]] += np.uint32(len(slot_of))  # an array, so that it wraps
-        missed = [row_id for row_id in wanted if row_id not in slot_of]
-        counters[FETCHED] += sum(self.places[row_id] == IN_HOST for row_id in missed)
-        victims = self._victims(set(slot_of.values()), len(missed))
-        kept, rest = missed[: len(victims)], missed[len(victims) :]
-        for row_id, slot in zip(kept, victims, strict=True):
+        counters[FETCHED] += sum(self.places[row_id] != FRESH for row_id in missed)
+        pairs = {}
+        if counters[TICKET]:
+            for row_id, slot, priority, _ in self.foreseen[: counters[FORESEEN]].tolist():
+                if row_id in missed and self.priority[slot] in (0, MARKED):
+                    pairs[row_id] = slot, priority
+        rest = [row_id for row_id in missed if row_id not in pairs]
+        taken = {*slot_of.values(), *(slot for slot, _ in pairs.values())}
+        victims, limit = self._victims(taken, len(rest), len(row_ids), now)
+        kept, staged = rest[: len(victims)], rest[len(victims) :]
+        pairs |= {row_id: (slot, self._priority(row_id, now)) for row_id, slot in zip(kept, victims, strict=True)}
+        for row_id, (slot, priority) in pairs.items():
             numbers = self._numbers(row_id)
             self._leave(slot)
             for array, number in zip((self.cached_rows, *self.cached_states), numbers, strict=True):
                 array[slot] = number
             self.owners[slot] = *self.records[row_id, :3], row_id
             slot_of[row_id] = self.places[row_id] = slot
-        self.last_use[list(slot_of.values())] = counters[CLOCK]
+            self.last_use[slot], self.priority[slot] = now, priority
+        if victims and not counters[TICKET]:
+            counters[LIMIT] = limit
         counters[TICKET] *= not missed
-        slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(rest)}
+        slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(staged)}
         # Rows that are not in use give 0, which counts a stale plan's uses.
         none = np.where(row_ids < self.capacity, 0, NO_ROW).tolist()
         slots = np.array([slot_of.get(*pair) for pair in zip(row_ids.tolist(), none, strict=True)], np.uint32)
-        return {"slots": slots, **self._stage(dict(enumerate(rest)), max(0, len(row_ids) - self.num_slots))}
+        return {"slots": slots, **self._stage(dict(enumerate(staged)), max(0, len(row_ids) - self.num_slots))}
 
     def bring_ahead(self, row_ids: np.ndarray) -> None:
-        """Does what `LaunchBringAhead` states: no place changes, but slots are used and marked."""
-        self.tier_counters[CLOCK] += 1
-        places = self.places[list(dict.fromkeys(filter(self._is_row, row_ids.tolist())))]
-        here = places[places < IN_HOST]
-        self.last_use[here] = self.tier_counters[CLOCK]
-        self.tier_counters[TICKET] = self.tier_counters[CLOCK] * (len(here) < len(places))
-        if len(here) == len(places):
+        """Does what `LaunchBringAhead` states: no place changes, but slots are used, listed and marked."""
+        slot_of, missed, now = self._find(row_ids)
+        self.tier_counters[[TICKET, FORESEEN]] = self.tier_counters[CLOCK] * bool(missed), 0
+        self.priority[self.priority == MARKED] = ONCE_MARKED
+        if not missed:
             return
-        self.last_use[self.last_use == MARKED] = ONCE_MARKED
-        victims = np.array(self._victims(set(here.tolist()), len(places) - len(here)), np.int64)
-        self.last_use[victims[self.owners[victims, 3] != NO_ROW]] = MARKED
+        recent = np.flatnonzero((self.last_use != 0) & (self.last_use >= now - ONE_USE)).tolist()
+        victims, limit = self._victims({*slot_of.values(), *recent}, len(missed), len(row_ids), now)
+        for at, (row_id, slot) in enumerate(zip(missed, victims, strict=False)):
+            self.foreseen[at] = row_id, slot, self._priority(row_id, now), self.places[row_id] == FRESH
+        for slot in victims:
+            if self.owners[slot, 3] != NO_ROW:
+                self.priority[slot] = MARKED
+        self.tier_counters[FORESEEN] = len(victims)
+        if victims:
+            self.tier_counters[LIMIT] = limit
+
+    def _find(self, row_ids: np.ndarray) -> tuple[dict[int, int], list[int], int]:
+        """Begins a call; returns the slots of its rows, which count as used, the rows without one, and the time."""
+        self.tier_counters[CLOCK] += 1
+        now = int(self.tier_counters[CLOCK]) + 1
+        wanted = dict.fromkeys(filter(self._is_row, row_ids.tolist()))
+        slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < HISTORY}
+        for slot in slot_of.values():
+            if now - (last := self.last_use[slot]) >= ONE_USE:
+                self.last_use[slot], self.priority[slot] = now, last
+        return slot_of, [row_id for row_id in wanted if row_id not in slot_of], now
+
+    def _priority(self, row_id: int, now: int) -> int:
+        """Returns the priority that a row gets when it comes."""
+        place = int(self.places[row_id])
+        is_known = HISTORY <= place < IN_HOST and age_of_use(now - (place - HISTORY)) < self.tier_counters[LIMIT]
+        return place - HISTORY if is_known else SINGLE + now
 
     def _is_row(self, row_id: int) -> bool:
         return row_id < self.capacity and bool((self.records[row_id, :2] != EMPTY).any())
@@ -123,8 +180,8 @@ class TieredStore(Store):
         slots, lines = np.full(len(row_ids), NO_ROW, np.uint32), {}
         for i, row_id in enumerate(row_ids.tolist()):
             if self._is_row(row_id):
-                slots[i] = self.places[row_id] if self.places[row_id] < IN_HOST else self.num_lines + i
-                lines |= {} if self.places[row_id] < IN_HOST else {i: row_id}
+                slots[i] = self.places[row_id] if self.places[row_id] < HISTORY else self.num_lines + i
+                lines |= {} if self.places[row_id] < HISTORY else {i: row_id}
         return {"slots": slots, **self._stage(lines, len(row_ids))}
 
     def _stage(self, lines: dict[int, int], room: int) -> dict:
@@ -137,20 +194,24 @@ class TieredStore(Store):
             owners[at] = *self.records[row_id, :3], row_id
         return {"staged_rows": rows, "staged_states": states, "staged_owners": owners}
 
-    def _victims(self, used: set[int], num: int) -> list[int]:
-        """Returns the slots to replace: slots older than the youngest of them, then slots of its age."""
-
-        def age(slot: int) -> int:
-            clock, last_use = int(self.tier_counters[CLOCK]), int(self.last_use[slot])
-            return min(clock - last_use, OLDEST) if last_use not in (0, MARKED) else OLDEST + 1
-
-        slots = sorted((slot for slot in range(self.num_slots) if slot not in used), key=lambda slot: -age(slot))
-        youngest = age(slots[num - 1]) if 0 < num <= len(slots) else 1
-        return sorted(slots[:num], key=lambda slot: (age(slot) == youngest, slot))
+    def _victims(self, used: set[int], num: int, num_keys: int, now: int) -> tuple[list[int], int]:
+        """Returns the slots to replace, in the order of the window, and the least age of them."""
+        if num == 0:
+            return [], 0
+        all_tiles, tiles = -(-self.num_slots // TILE), max(64, -(-4 * num_keys // TILE))
+        first = int(self.tier_counters[WINDOW]) % all_tiles if tiles < all_tiles else 0
+        order = (np.arange(min(tiles, all_tiles) * TILE) + first * TILE) % (all_tiles * TILE)
+        window = [slot for slot in order.tolist() if slot < self.num_slots and slot not in used]
+        ages = {slot: age_of(int(self.priority[slot]), now) for slot in window}
+        slots = sorted(window, key=lambda slot: -ages[slot])[:num]
+        if slots:
+            self.tier_counters[WINDOW] = (first + min(tiles, all_tiles)) % all_tiles
+        chosen = set(slots)
+        return [slot for slot in window if slot in chosen], ages[slots[-1]] if len(slots) == num else 1
 
     def _numbers(self, row_id: int) -> list:
         """Returns the row and its state for a row that is not in the cache."""
-        if self.places[row_id] == IN_HOST:
+        if self.places[row_id] != FRESH:
             return [self.rows[row_id], *(state[row_id] for state in self.states)]
         key = from_words(self.records[None, row_id, :2])
         return [self.initial_rows(key, self.records[None, row_id, 2].astype(np.int64))[0], *self.initial]
@@ -158,7 +219,7 @@ class TieredStore(Store):
     def _leave(self, slot: int) -> None:
         if (row_id := self.owners[slot, 3]) != NO_ROW:
             self.write(row_id, self.cached_rows[slot], *(state[slot] for state in self.cached_states))
-            self.places[row_id] = IN_HOST
+            self.places[row_id] = HISTORY + self.last_use[slot]
             self.tier_counters[WRITTEN] += 1
 
     def write(self, row_id: int, *numbers: np.ndarray) -> None:
@@ -182,14 +243,19 @@ class TierScript(Script):
         store, rng = self.store, self.rng
         self.fill(self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows))
         row_ids = np.arange(num_rows, dtype=np.uint32)
-        store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, IN_HOST)
-        store.tier_counters[:] = 3 * OLDEST, 2**32 - 3, 5, 6, 0, 0  # the hits wrap
+        now = CLOCK_AT_FIRST + 1
+        places = np.where(rng.random(num_rows) < 0.5, HISTORY + now - rng.integers(0, 8 * ages, num_rows), IN_HOST)
+        store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, places)
+        store.tier_counters[:] = CLOCK_AT_FIRST, 2**32 - 3, 5, 6, 0, 0, 0, age_of_use(4 * ages), 0  # the hits wrap
         slots = rng.permutation(np.flatnonzero(rng.random(store.num_slots) >= free))
         rows = rng.permutation(row_ids)[: min(len(slots), int(cached * num_rows))]
         slots = slots[: len(rows)]
         store.places[rows] = slots
         store.owners[slots, :3], store.owners[slots, 3] = store.records[rows, :3], rows
-        store.last_use[slots] = store.tier_counters[CLOCK] - rng.integers(0, ages, len(slots))
+        last = now - rng.integers(0, ages, len(slots))
+        before = np.maximum(last - rng.integers(0, 2 * ages, len(slots)), 1)
+        store.last_use[slots] = last
+        store.priority[slots] = np.where(rng.random(len(slots)) < 0.5, SINGLE + last, before)
         store.cached_rows[slots], *states = self._any_numbers(len(slots))
         for array, numbers in zip(store.cached_states, states, strict=True):
             array[slots] = numbers
@@ -319,13 +385,27 @@ def tier_large() -> Script:
     return script
 
 
-@cases(1, 600, OLDEST, 3 * OLDEST)
+@cases(1, 600, 5_000)
 def tier_ages(ages: int) -> Script:
-    """Slots are replaced by age; slots that were unused for long are equally old."""
+    """Slots are replaced by age; the older they are, the more ages count as equal."""
     script = TierScript(seed=ages, slabs=(900,), num_slots=300)
     row_ids = script.begin(900, ages=ages, free=0.05)
     for num in (5, 40, 200, 300):
         script.bring(script.rng.permutation(row_ids)[:num])
+        script.give_back()
+    return script
+
+
+@case()
+def tier_windows() -> Script:
+    """A call looks for slots in a part of a large cache: first in the last tile and those that follow it."""
+    script = TierScript(slabs=(500_000,), num_slots=70 * TILE + 100, dim=1)
+    row_ids = script.begin(400_000, cached=0.9, free=0.3, ages=100)
+    script.store.tier_counters[WINDOW] = 70
+    asked = [script.rng.choice(row_ids, 5_000).astype(np.uint32) for _ in range(3)]
+    for now, following in itertools.pairwise(asked):
+        script.bring(now)
+        script.bring_ahead(following)
         script.give_back()
     return script
 

@@ -295,7 +295,7 @@ def _with_meaning(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Replaces undefined records of host memory, those of rows in the cache, by zeros."""
     for name in [name for name in result if name.startswith("state.tier.0.places.")]:
         rows = name.replace("tier.0.places", "rows")
-        result[rows] = np.where(result[name] < cases_tier.IN_HOST, np.uint8(0), result[rows])
+        result[rows] = np.where(result[name] < cases_tier.HISTORY, np.uint8(0), result[rows])
     return result
 
 
