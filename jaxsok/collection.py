@@ -51,7 +51,7 @@ from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, init_stores
-from jaxsok.strategy import Strategy
+from jaxsok.strategy import strategy_of
 
 Plans = Plan | Sequence[Plan]
 PlanGradients = Mapping[str, Array] | Sequence[Mapping[str, Array]]
@@ -122,7 +122,7 @@ class Collection:
         self.growth = GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
         self.packer: pack_lib.Packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
-        self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
+        self._steps = Steps(self.stores, tuple(of_tables), strategy_of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
         tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
