@@ -32,7 +32,7 @@ ROOM = 4  # entries per taken or possible one, after sightings were remade
 
 def operands(spec: StoreSpec, step: Clock | None, uses: Array | None = None) -> kernels.Admission | None:
     """Returns the kernels' operands of admission, with the occurrences of each key; None if every key gets a row."""
-    if step is None or not spec.has_admission:
+    if step is None or all(table.admission is None for table in spec.tables):
         return None
     return kernels.Admission(step, spec.refused_words(), None if uses is None else uses.astype(jnp.uint32))
 

@@ -256,7 +256,13 @@ class Collection:
         """Returns the checked arguments of `plan`, with capacities that can be hashed."""
         check_features("plan", self, features)
         if send_capacity is not None:
-            send_capacity = self._check_send_capacity(send_capacity)
+            what, num_stores = "plan: send_capacity", len(self.stores)
+            if not self.shards.is_mesh:
+                raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
+            if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != num_stores:
+                raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {num_stores} stores.")
+            wanted = "a number of keys, at least 1"
+            send_capacity = tuple(checks.integer(what, capacity, 1, wanted=wanted) for capacity in send_capacity)
         (features,) = guards.refuse_transforms("plan", features=features)
         return features, send_capacity
 
@@ -994,15 +1000,6 @@ class Collection:
         return memory_lib.estimate(
             self.tables, self.stores, parts, capacities, num_rows, exchange, *of_step, *of_device
         )
-
-    def _check_send_capacity(self, send_capacity: Sequence[int]) -> tuple[int, ...]:
-        what = "plan: send_capacity"
-        if not self.shards.is_mesh:
-            raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
-        if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != len(self.stores):
-            raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {len(self.stores)} stores.")
-        wanted = "a number of keys, at least 1"
-        return tuple(checks.integer(what, capacity, 1, wanted=wanted) for capacity in send_capacity)
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """Checks the plans and gradients of an op; returns them as lists of one length."""

@@ -187,10 +187,7 @@ def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
 @functools.partial(jax.jit, static_argnums=0)
 def _num_cached(shards: Shards, last_use: UInt32[Array, " num_lines"]) -> UInt32[Array, " num_shards"]:
     """Counts the slots in use, by shard."""
-
-    def count(last_use: Array) -> Array:
-        return (last_use != 0).sum(dtype=jnp.uint32, keepdims=True)
-
+    count = lambda part: (part != 0).sum(dtype=jnp.uint32, keepdims=True)  # noqa: E731
     return shards.run(count, (last_use,), (shards.spec,), shards.spec)
 
 
@@ -340,10 +337,9 @@ def _assign(
 
 
 def _clear(table: TableRef, store: StoreState, _: Any) -> tuple[StoreState, Array]:
-    generation = store.generation
-    store, num_erased = table_lib.clear(table.spec, store, table.number)
+    new, num_erased = table_lib.clear(table.spec, store, table.number)
     num_erased = table.total(num_erased)
-    return store.advance_generation(generation, num_erased), num_erased
+    return new.advance_generation(store.generation, num_erased), num_erased
 
 
 def _choose_leaving(

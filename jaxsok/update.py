@@ -123,10 +123,8 @@ def update_exchanged(
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
         sums, total = gradients_lib.scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
-        received, row_ids = (
-            [part.received for part in arrived],
-            gradients_lib.concatenate([part.row_ids for part in arrived]),
-        )
+        received = [part.received for part in arrived]
+        row_ids = gradients_lib.concatenate([part.row_ids for part in arrived])
         store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
