@@ -203,8 +203,8 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
             check_features("grow", collection, features)
             num_stacked = coming.num_stacked(features)
             keys = [
-                max(1, num_stacked) * keys_at_most(spec, coming.num_keys_of(features, s))
-                for s, spec in enumerate(collection.stores)
+                max(1, num_stacked) * keys_at_most(spec, [(layout.table, layout.num_keys) for layout in part.layouts])
+                for spec, part in zip(collection.stores, features.stores, strict=True)
             ]
             counted.append(features)
         elif checks.is_integer(features, 0):

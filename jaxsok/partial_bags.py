@@ -298,7 +298,10 @@ def _to_owners(
     return exchange_lib.send_rows(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
 
 
-def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
+def _join_received(
+    op: str, spec: StoreSpec, s: int, used: Used
+) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
+    """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     if len(used.plans) * spec.num_shards > MAX_FEATURES:
         names = [table.name for table in spec.tables]
         raise ValueError(
@@ -306,12 +309,6 @@ def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
             f"{spec.num_shards} shards, wanted at most {MAX_FEATURES // spec.num_shards}; update more often, or "
             'declare FeatureSpec(exchange="rows").'
         )
-
-
-def _join_received(
-    spec: StoreSpec, s: int, used: Used
-) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
-    """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
     batch, num_tiles = join_features([part.features for part in received])
     row_ids = [
@@ -326,10 +323,10 @@ def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: update.StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
-    _check_num_features("update", spec, used)
-    batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
+    batch, num_tiles, row_ids, table_ids = _join_received("update", spec, s, used)
     store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
-    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, table_ids)
+    of_batch = batch, num_tiles, slots, used.is_live, inputs.row_step, table_ids
+    step = update_kernels.Step(spec.table_words(), inputs.seed, inputs.step, *of_batch)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
@@ -345,8 +342,7 @@ def update_exchanged(
 @annotations.annotate_store
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
-    _check_num_features("gradient_norm", spec, used)
-    (_, offsets, weights, words), num_tiles, row_ids, _ = _join_received(spec, s, used)
+    (_, offsets, weights, words), num_tiles, row_ids, _ = _join_received("gradient_norm", spec, s, used)
     ends = np.cumsum([plan.uses_of(s).received.shape[0] for plan in used.plans])[:-1]
     alive = [
         jnp.where(used.is_live[p], ids, jnp.uint32(NO_ROW)) for p, ids in enumerate(jnp.split(row_ids, ends.tolist()))

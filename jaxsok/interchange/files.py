@@ -339,7 +339,11 @@ def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]
                     "one is reserved."
                 )
             begin += len(keys)
-            held.append(keys if num_parts == 1 else keys[_part_of(keys, num_parts) == part])
+            if num_parts > 1:
+                # The high bits of a product with the golden ratio's fraction are spread evenly, whatever the keys are.
+                hashes = keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+                keys = keys[hashes % np.uint64(num_parts) == part]
+            held.append(keys)
         ordered = np.concatenate(held)
         ordered.sort()
         twice = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -349,11 +353,6 @@ def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]
                 f"{op}: {place(_find_second(chunks, key))}: key: got {key} a second time, wanted each key once: its "
                 "row would depend on the order."
             )
-
-
-def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
-    # The high bits of a product with the golden ratio's fraction are spread evenly, whatever pattern the keys have.
-    return (keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(num_parts)
 
 
 def _find_second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
