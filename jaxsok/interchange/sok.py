@@ -17,7 +17,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
-from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
 from jaxsok.interchange.sok_files import HEADER_BYTES, KEY_DTYPES, ROW_DTYPES, Header, header_bytes, read_header
 from jaxsok.records import Records
 from jaxsok.store import State
@@ -91,7 +91,7 @@ def write_sok(
     outputs += [(end, 2, _slot_name(op, end), of_state) for end in slots.values()]
     headers = [header_bytes(op, table, *output) for _, *output in outputs]
     paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{end}" for end, *_ in outputs], 0
-    with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
+    with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
         for file, header in zip(opened, headers, strict=True):
             file.write(header)
         for chunk in chunks:
