@@ -312,8 +312,7 @@ def _map_arrays(change: Callable[[Any], Any], column: Any) -> Any:
     """Changes an array, or each array of bags."""
     if not isinstance(column, Bags):
         return change(column)
-    arrays = {field.name: getattr(column, field.name) for field in dataclasses.fields(column)}
-    return Bags(**{name: None if array is None else change(array) for name, array in arrays.items()})
+    return Bags(**{name: None if array is None else change(array) for name, array in vars(column).items()})
 
 
 def _to_mapped(array: Any) -> Any:
