@@ -156,17 +156,8 @@ class Collection:
         if shards.num_processes > 1:
             sizes = [f"capacity of {table.name}: {table.capacity}, {table.max_capacity}" for table in self.tables]
             features = [repr(feature) for feature in self.features]
-            processes.require_same(
-                "init",
-                [
-                    f"mesh: {shards}",
-                    f"seed: {seed}",
-                    f"salt: {salt}",
-                    *specs_lib.describe(self.stores),
-                    *sizes,
-                    *features,
-                ],
-            )
+            given = [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}"]
+            processes.require_same("init", [*given, *specs_lib.describe(self.stores), *sizes, *features])
         free, host_share = enlarge.agree_on_room(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
         enlarge.require_memory(asked, "init", free, host_share, is_new=True)
@@ -748,19 +739,10 @@ class Collection:
             raise TypeError(
                 f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
-        now = clock_of("import_table", clock)
+        place, now = (resolved.store, resolved.number), clock_of("import_table", clock)
+        options = {"num_rows": num_rows, "reset_state": reset_state, "shards": self.shards}
         try:
-            return table_import.import_table(
-                self.stores,
-                state,
-                resolved.store,
-                resolved.number,
-                chunks,
-                clock=now,
-                num_rows=num_rows,
-                reset_state=reset_state,
-                shards=self.shards,
-            )
+            return table_import.import_table(self.stores, state, *place, chunks, clock=now, **options)
         finally:
             self.growth.forget()  # its bound on the rows in use holds for steps alone
 

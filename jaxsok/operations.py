@@ -32,15 +32,8 @@ from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
-_OPS_WITH_LOOKUPS_AHEAD = (
-    "lookup",
-    "update",
-    "gradient_norm",
-    "grow",
-    "drain",
-    "num_rows",
-    "cache_stats",
-    "memory_estimate",
+_OPS_WITH_LOOKUPS_AHEAD = frozenset(
+    "lookup update gradient_norm grow drain num_rows cache_stats memory_estimate".split()
 )
 
 

@@ -51,14 +51,8 @@ def ask(
 ) -> Uses:
     """Sends the uses of bags to the owners of their rows, in one round if `send_capacity` is given, else in several."""
     num_shards = spec.num_shards
-    uses, offsets, scales = plan_kernels.plan_uses(
-        features.operands(),
-        spec.table_words(),
-        owners,
-        num_tiles=features.num_tiles,
-        num_shards=num_shards,
-        num_bags=_num_bags(features),
-    )
+    sizes = {"num_tiles": features.num_tiles, "num_shards": num_shards, "num_bags": _num_bags(features)}
+    uses, offsets, scales = plan_kernels.plan_uses(features.operands(), spec.table_words(), owners, **sizes)
     counts = offsets[:, -1]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
@@ -177,17 +171,9 @@ def read(
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
         store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not owner.is_find)
-        counters, values = lookup_kernels.lookup_bags_window(
-            windows.number,
-            view,
-            make_reading(_words_to_read(spec, is_find=owner.is_find)),
-            received.features.operands(),
-            received.features.num_tiles,
-            slots,
-            received.table_ids,
-            lines,
-            dtype,
-        )
+        reading, owned = make_reading(_words_to_read(spec, is_find=owner.is_find)), received.features
+        of_owned = owned.operands(), owned.num_tiles, slots, received.table_ids
+        counters, values = lookup_kernels.lookup_bags_window(windows.number, view, reading, *of_owned, lines, dtype)
         store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
@@ -254,18 +240,11 @@ def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
 def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatures, UInt32[Array, " num_bags_of_all"]]:
     """Makes bags with a key for each owner, in their order; also returns the line of each sum that comes."""
     num_bags, num_shards = _num_bags(features), spec.num_shards
-    layouts = [
-        dataclasses.replace(
-            layout,
-            combiner="sum",
-            num_keys=layout.num_bags * num_shards,
-            hotness=num_shards,
-            key_start=layout.bag_start * num_shards,
-            num_offsets=0,
-            weights_start=-1,
-        )
-        for layout in features.layouts
-    ]
+    form = {"combiner": "sum", "hotness": num_shards, "num_offsets": 0, "weights_start": -1}
+    layouts = []
+    for layout in features.layouts:
+        place = {"num_keys": layout.num_bags * num_shards, "key_start": layout.bag_start * num_shards}
+        layouts.append(dataclasses.replace(layout, **form, **place))
     keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
     lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32)[None] * num_bags
     return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)

@@ -96,15 +96,9 @@ def gather(
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
     store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
+    words = spec.table_words() if is_find else spec.refused_words()
     counters, rows, num_absent = kernels.gather(
-        view.counters,
-        spec.table_words() if is_find else spec.refused_words(),
-        seed,
-        requests,
-        slots,
-        view.rows,
-        is_find=is_find,
-        dtype=dtype,
+        view.counters, words, seed, requests, slots, view.rows, is_find=is_find, dtype=dtype
     )
     store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     # The kernel fills in zeros and other constants for keys without a row.
@@ -140,15 +134,9 @@ def assign(
     counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
     place = row_ids if is_distinct else _keep_last_of_each(row_ids)
     names = [state.name for state in spec.state_specs]
-    store = rows_lib.write_lines(
-        spec,
-        store,
-        seed,
-        place,
-        round_to(rows, spec.dtype),
-        {names.index(name): lines for name, lines in states.items()},
-        statistics if spec.keeps_statistics else None,
-    )
+    numbers = round_to(rows, spec.dtype), {names.index(name): lines for name, lines in states.items()}
+    kept = statistics if spec.keeps_statistics else None
+    store = rows_lib.write_lines(spec, store, seed, place, *numbers, kept)
     if statistics is None:
         store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
     return store, row_ids, counts

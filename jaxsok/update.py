@@ -139,14 +139,9 @@ def _update_in_windows(
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
     store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
+    step = _step_of_lines(spec, inputs, [received], slots, used.is_live, total)
+    flat = gradients_lib.gradients_by_bag(spec, part, gradients)
     view, num_nonfinite, _ = kernels.update_window(
-        windows.number,
-        view,
-        _step_of_lines(spec, inputs, [received], slots, used.is_live, total),
-        asked.slots,
-        bags,
-        gradients_lib.gradients_by_bag(spec, part, gradients),
-        part.num_tiles,
-        dtype,
+        windows.number, view, step, asked.slots, bags, flat, part.num_tiles, dtype
     )
     return tiers.give_back(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())

@@ -27,12 +27,7 @@ from jaxsok.types import PADDING_KEY
 CHUNK_BYTES: int = 64 * 2**20  # of a chunk of records where the caller gives no number of rows; also of exports
 KEYS_HELD: int = 2**25  # keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part
 
-ROW_DTYPES: dict[str, np.dtype] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(jnp.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
+ROW_DTYPES: dict[str, np.dtype] = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 RecordsIn = Records | Iterable[Records]
 
