@@ -330,9 +330,10 @@ def _assign(
 
 
 def _clear(table: TableRef, store: StoreState, _: Any) -> tuple[StoreState, Array]:
-    new, num_erased = table_lib.clear(table.spec, store, table.number)
+    generation = store.generation
+    store, num_erased = table_lib.clear(table.spec, store, table.number)
     num_erased = table.total(num_erased)
-    return new.advance_generation(store.generation, num_erased), num_erased
+    return store.advance_generation(generation, num_erased), num_erased
 
 
 def _choose_leaving(
