@@ -346,7 +346,8 @@ def pack_stores(
     raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec]
 ) -> tuple[StoreFeatures, ...]:
     """Packs the features of a raw batch by store; NumPy input stays NumPy."""
-    read, packed = {spec.name: _read(spec, raw[spec.name]) for spec in features}, []
+    read = {spec.name: _read(spec, raw[spec.name]) for spec in features}
+    packed = []
     for store in stores:
         parts = [read[spec.name] for spec in features_of(store, features)]
         packed.append(

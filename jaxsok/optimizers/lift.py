@@ -201,11 +201,10 @@ class Lifted(Optimizer):
             zeros = jnp.zeros((1, dim), jnp.float32)
             rows = self._initial_rows(form, zeros)
             _, after = self._update(form, zeros, zeros, rows, before)
+        pairs = zip(map(jnp.asarray, globals_), _select_kind(form, after, is_row=False), strict=True)
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
-            for place, (old, new) in enumerate(
-                zip([jnp.asarray(leaf) for leaf in globals_], _select_kind(form, after, is_row=False), strict=True)
-            )
+            for place, (old, new) in enumerate(pairs)
         ]
         return tuple(before), tuple(kept)
 
