@@ -90,10 +90,10 @@ class TextSource(BlockSource):
         return all(block.has_label for block, _, _ in self._places)
 
     def load(self, block: int) -> Columns:
-        place, start, num_bytes = self._places[block]
-        with open(place.path, "rb") as file:
+        without_text, start, num_bytes = self._places[block]
+        with open(without_text.path, "rb") as file:
             file.seek(start)
-            return _parse(place._replace(text=file.read(num_bytes)))
+            return _parse(without_text._replace(text=file.read(num_bytes)))
 
 
 def binary_source(path: str | os.PathLike) -> JoinedSource:
