@@ -37,7 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--cuda", action="store_true", help="of the library for tables on a GPU")
     options, rest = parser.parse_known_args(arguments)
     if options.command in ("demo", "bench"):
-        return {"demo": _demo, "bench": _bench}[options.command](rest)
+        try:
+            program = _find_demo() if options.command == "demo" else _find_benchmarks()
+        except ImportError as error:
+            print(error, file=sys.stderr)
+            return 2
+        result = program.main(rest)
+        return result if options.command == "demo" else 1 if result.failures else 0
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "serve":
@@ -324,34 +330,21 @@ def _flags(options: argparse.Namespace) -> str:
     return f"-I{include} -L{folder} -Wl,-rpath,{folder} -ljaxsok_{back_end}"
 
 
-def _demo(arguments: Sequence[str]) -> int:
-    """Runs train_dlrm.py of the checkout around this package, or of the wheel."""
+def _find_demo() -> ModuleType:
+    """Imports train_dlrm.py of the checkout around this package, or of the wheel."""
     places = _SOURCES / "examples", _SOURCES / "jaxsok_tools" / "examples"
     folder = next((place for place in places if (place / "train_dlrm.py").exists()), None)
     if folder is None:
-        print(
+        raise ImportError(
             f"demo: got no train_dlrm.py in {' or '.join(map(str, places))}, wanted the one that comes with jaxsok; "
-            "install the wheel again, or run `make demo` in a checkout of the sources.",
-            file=sys.stderr,
+            "install the wheel again, or run `make demo` in a checkout of the sources."
         )
-        return 2
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # the examples import each other by name, as they do when they are run
     try:
-        demo = importlib.import_module("train_dlrm")
+        return importlib.import_module("train_dlrm")
     except ImportError as error:
-        print(f"demo: {error}; run pip install 'jaxsok[demo]'.", file=sys.stderr)
-        return 2
-    return demo.main(arguments)
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    try:
-        benchmarks = _find_benchmarks()
-    except ImportError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 1 if benchmarks.main(arguments).failures else 0
+        raise ImportError(f"demo: {error}; run pip install 'jaxsok[demo]'.") from error
 
 
 def _find_benchmarks() -> ModuleType:

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
-from jaxsok.keys import to_words
+from jaxsok.keys import from_words, to_words
 from jaxsok.shards import ONE_DEVICE, Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -32,7 +32,7 @@ ROOM = 4  # entries per taken or possible one, after sightings were remade
 
 def operands(spec: StoreSpec, step: Clock | None, uses: Array | None = None) -> kernels.Admission | None:
     """Returns the kernels' operands of admission, with the occurrences of each key; None if every key gets a row."""
-    if step is None or not spec.has_admission:
+    if step is None or all(table.admission is None for table in spec.tables):
         return None
     return kernels.Admission(step, spec.refused_words(), None if uses is None else uses.astype(jnp.uint32))
 
@@ -53,16 +53,20 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 
 def waiting_keys(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the keys of a table that wait for a row, in no order, and their counts, on this process's shards."""
-    keys, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
-    if store.sightings and isinstance(spec.tables[number].admission, policies.AdmitByCount):
-        floors = spec.sighting_floors()
+    found = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32))]
+    if store.sightings:
         parts = list(local_parts(store.sightings[0], spec.num_shards).values())
         for shard in parts[: 1 if spec.is_replicated else None]:
-            entries = np.asarray(shard).reshape(-1, _ENTRY_WORDS)
-            entries = entries[_is_waiting(entries, floors, np) & (entries[:, 3] == number)]
-            keys.append(np.ascontiguousarray(entries[:, :2]).view("<u8")[:, 0].astype(np.uint64))
-            counts.append(entries[:, 2])
-    return np.concatenate(keys), np.concatenate(counts)
+            found.append(waiting_in(spec, np.asarray(shard), number))
+    keys, counts = map(np.concatenate, zip(*found, strict=True))
+    return keys, counts
+
+
+def waiting_in(spec: StoreSpec, buckets: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Picks the keys of a table that wait for a row out of buckets of `sightings`, and their counts."""
+    entries = buckets.reshape(-1, _ENTRY_WORDS)
+    entries = entries[_is_waiting(entries, spec.sighting_floors(), np) & (entries[:, 3] == number)]
+    return from_words(entries[:, :2]), np.ascontiguousarray(entries[:, 2])
 
 
 def with_waiting(
@@ -154,7 +158,10 @@ def _remake(
 
 
 def _is_waiting(entries: Any, floors: np.ndarray, xp: Any) -> Any:
-    """Marks the entries `[num_entries, 4]` of keys that wait: seen, and not often enough."""
+    """Marks the entries `[num_entries, 4]` of keys that wait: seen, and not often enough.
+
+    A key seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
+    """
     counts, tables = entries[:, 2], entries[:, 3]
     is_waiting = xp.zeros(counts.shape, bool)
     for number, floor in enumerate(floors):

@@ -23,20 +23,15 @@ def annotate(name: str) -> Iterator[None]:
         yield
 
 
-def store_name(spec: StoreSpec) -> str:
-    """Names a store by its first tables: "store[C1,C2,C3,+23]"."""
-    names = [table.name for table in spec.tables[:MAX_TABLES]]
-    more = len(spec.tables) - len(names)
-    return f"store[{','.join(names + [f'+{more}'] * bool(more))}]"
-
-
 def annotate_store(function: Callable) -> Callable:
-    """Names the operations of a function by the StoreSpec among its arguments."""
+    """Names the operations of a function by the first tables of the StoreSpec it takes: "store[C1,C2,C3,+23]"."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         spec = next(arg for arg in args if isinstance(arg, StoreSpec))
-        with jax.named_scope(store_name(spec)):
+        names = [table.name for table in spec.tables[:MAX_TABLES]]
+        more = len(spec.tables) - len(names)
+        with jax.named_scope(f"store[{','.join(names + [f'+{more}'] * bool(more))}]"):
             return function(*args, **kwargs)
 
     return run

@@ -51,7 +51,7 @@ from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, init_stores
-from jaxsok.strategy import Strategy
+from jaxsok.strategy import strategy_of
 
 Plans = Plan | Sequence[Plan]
 PlanGradients = Mapping[str, Array] | Sequence[Mapping[str, Array]]
@@ -122,7 +122,7 @@ class Collection:
         self.growth = GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
         self.packer: pack_lib.Packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
-        self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
+        self._steps = Steps(self.stores, tuple(of_tables), strategy_of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
         tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
@@ -156,17 +156,8 @@ class Collection:
         if shards.num_processes > 1:
             sizes = [f"capacity of {table.name}: {table.capacity}, {table.max_capacity}" for table in self.tables]
             features = [repr(feature) for feature in self.features]
-            processes.require_same(
-                "init",
-                [
-                    f"mesh: {shards}",
-                    f"seed: {seed}",
-                    f"salt: {salt}",
-                    *specs_lib.describe(self.stores),
-                    *sizes,
-                    *features,
-                ],
-            )
+            given = [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}"]
+            processes.require_same("init", [*given, *specs_lib.describe(self.stores), *sizes, *features])
         free, host_share = enlarge.agree_on_room(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
         enlarge.require_memory(asked, "init", free, host_share, is_new=True)
@@ -256,7 +247,13 @@ class Collection:
         """Returns the checked arguments of `plan`, with capacities that can be hashed."""
         check_features("plan", self, features)
         if send_capacity is not None:
-            send_capacity = self._check_send_capacity(send_capacity)
+            what, num_stores = "plan: send_capacity", len(self.stores)
+            if not self.shards.is_mesh:
+                raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
+            if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != num_stores:
+                raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {num_stores} stores.")
+            wanted = "a number of keys, at least 1"
+            send_capacity = tuple(checks.integer(what, capacity, 1, wanted=wanted) for capacity in send_capacity)
         (features,) = guards.refuse_transforms("plan", features=features)
         return features, send_capacity
 
@@ -742,19 +739,10 @@ class Collection:
             raise TypeError(
                 f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
-        now = clock_of("import_table", clock)
+        place, now = (resolved.store, resolved.number), clock_of("import_table", clock)
+        options = {"num_rows": num_rows, "reset_state": reset_state, "shards": self.shards}
         try:
-            return table_import.import_table(
-                self.stores,
-                state,
-                resolved.store,
-                resolved.number,
-                chunks,
-                clock=now,
-                num_rows=num_rows,
-                reset_state=reset_state,
-                shards=self.shards,
-            )
+            return table_import.import_table(self.stores, state, *place, chunks, clock=now, **options)
         finally:
             self.growth.forget()  # its bound on the rows in use holds for steps alone
 
@@ -994,15 +982,6 @@ class Collection:
         return memory_lib.estimate(
             self.tables, self.stores, parts, capacities, num_rows, exchange, *of_step, *of_device
         )
-
-    def _check_send_capacity(self, send_capacity: Sequence[int]) -> tuple[int, ...]:
-        what = "plan: send_capacity"
-        if not self.shards.is_mesh:
-            raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
-        if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != len(self.stores):
-            raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {len(self.stores)} stores.")
-        wanted = "a number of keys, at least 1"
-        return tuple(checks.integer(what, capacity, 1, wanted=wanted) for capacity in send_capacity)
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """Checks the plans and gradients of an op; returns them as lists of one length."""

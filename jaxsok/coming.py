@@ -50,11 +50,6 @@ def num_stacked(features: Features) -> int:
     return 0
 
 
-def num_keys_of(features: Features, s: int) -> list[tuple[int, int]]:
-    """Returns for each feature of a store its table and the keys of one shard's batch."""
-    return [(layout.table, layout.num_keys) for layout in features.stores[s].layouts]
-
-
 # Counting on the device ----------------------------------------------------------------------------------------------
 
 

@@ -18,16 +18,7 @@ from jaxsok.host_limits import HostLimit, available_bytes, share_of_device
 from jaxsok.host_slabs import with_host_slab
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
-from jaxsok.store import (
-    State,
-    cache_bytes,
-    first_slab,
-    host_row_bytes,
-    new_slab,
-    num_buckets_of,
-    row_bytes,
-    with_slab,
-)
+from jaxsok.store import State, cache_bytes, first_slab, host_row_bytes, new_slab, num_buckets_of, row_bytes, with_slab
 from jaxsok.types import COUNTERS, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic

@@ -104,8 +104,7 @@ def select(
     for slab in slabs_of(spec, store, seed):
         num_rows, start = slab.size, slab.start
         stays = None if is_used is None else is_used[start : start + num_rows]
-        check = functools.partial(_score_words if policy.has_score else _mask, policy)
-        judged = _judge(slab, clock, lambda facts, check=check: check(judge(facts), facts.keys.shape[0]))
+        judged = _judge(slab, clock, lambda facts: _check_judged(policy, judge(facts), facts.keys.shape[0]))
         if policy.has_score:
             words = _score_above_others(stays, judged)
             scores = scores or [[] for _ in words]
@@ -159,27 +158,19 @@ def _score_above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...
     return tuple(jnp.where(stays, jnp.uint32(0xFFFFFFFF), word) for word in words)
 
 
-def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, ...]:
-    """Checks scores, which may be the user's own, and returns them as one or two arrays."""
-    words = scores if isinstance(scores, tuple) else (scores,)
+def _check_judged(policy: Eviction, judged: Any, num_rows: int) -> tuple[Array, ...]:
+    """Checks scores or marks, which may be the user's own; returns one or two arrays of scores, or a mask of bytes."""
+    words = judged if policy.has_score and isinstance(judged, tuple) else (judged,)
+    what, wanted, more = "", f"bool[{num_rows}]", ""
+    if policy.has_score:
+        what, wanted, more = "scores ", f"uint32[{num_rows}]", ", or two of them"
     for word in words:
-        if (got := _form_of(word)) != f"uint32[{num_rows}]":
-            raise TypeError(
-                f"evict: policy: got scores {got} of {policy!r}, wanted uint32[{num_rows}], or two of them."
-            )
+        got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
+        if got != wanted:
+            raise TypeError(f"evict: policy: got {what}{got} of {policy!r}, wanted {wanted}{more}.")
     if not 1 <= len(words) <= 2:
-        raise TypeError(f"evict: policy: got {len(words)} scores of {policy!r}, wanted uint32[{num_rows}], or two.")
-    return words
-
-
-def _mask(policy: Eviction, expired: Any, num_rows: int) -> tuple[Array]:
-    if (got := _form_of(expired)) != f"bool[{num_rows}]":
-        raise TypeError(f"evict: policy: got {got} of {policy!r}, wanted bool[{num_rows}].")
-    return (expired.astype(jnp.uint8),)
-
-
-def _form_of(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+        raise TypeError(f"evict: policy: got {len(words)} scores of {policy!r}, wanted {wanted}, or two.")
+    return words if policy.has_score else (judged.astype(jnp.uint8),)
 
 
 @annotations.annotate_store

@@ -346,8 +346,20 @@ def pack_stores(
     raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec]
 ) -> tuple[StoreFeatures, ...]:
     """Packs the features of a raw batch by store; NumPy input stays NumPy."""
-    parts = {spec.name: _read(spec, raw[spec.name]) for spec in features}
-    return tuple(_pack_store(store, [parts[spec.name] for spec in features_of(store, features)]) for store in stores)
+    read = {spec.name: _read(spec, raw[spec.name]) for spec in features}
+    packed = []
+    for store in stores:
+        parts = [read[spec.name] for spec in features_of(store, features)]
+        packed.append(
+            StoreFeatures(
+                _join([part.words for part in parts]) if parts else keys_lib.padding_words((1,)),
+                _join_some([part.offsets for part in parts], np.int32),
+                _join_some([part.weights for part in parts], np.float32),
+                layouts_of(store, parts),
+                _join_some([part.inverse for part in parts], np.int32),
+            )
+        )
+    return tuple(packed)
 
 
 def features_of(store: StoreSpec, features: Sequence[FeatureSpec]) -> list[FeatureSpec]:
@@ -384,17 +396,6 @@ def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
     num_parts = max(1, min(num_parts, features.keys.shape[0] // num_keys))  # inside shard_map there is one part
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // num_parts, *leaf.shape[1:]), leaf.dtype), features
-    )
-
-
-def _pack_store(store: StoreSpec, parts: Sequence[Part]) -> StoreFeatures:
-    words = [part.words for part in parts]
-    return StoreFeatures(
-        _join(words) if words else keys_lib.padding_words((1,)),
-        _join_some([part.offsets for part in parts], np.int32),
-        _join_some([part.weights for part in parts], np.float32),
-        layouts_of(store, parts),
-        _join_some([part.inverse for part in parts], np.int32),
     )
 
 

@@ -32,23 +32,17 @@ Gradients = Mapping[str, Float[Array, "..."]]
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-def check_gradients(
-    specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int, op: str = "update"
-) -> None:
+def check_gradients(specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int, op: str) -> None:
     """Refuses gradients that do not fit a plan of global arrays, whose samples are split over `num_parts` shards."""
-    _check_names(plan, gradients, op)
+    known = {layout.name for part in plan.features.stores for layout in part.layouts}
+    unknown = sorted(set(gradients) - known)
+    if unknown:
+        raise ValueError(f"{op}: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
     for spec, part in zip(specs, plan.features.stores, strict=True):
         for layout in part.layouts:
             num_lines, *others = layout.embedding_shape
             whole = dataclasses.replace(layout, embedding_shape=(num_lines * num_parts, *others))
             gradient_of(gradients, whole, spec, op)
-
-
-def _check_names(plan: Plan, gradients: Gradients, op: str = "update") -> None:
-    known = {layout.name for part in plan.features.stores for layout in part.layouts}
-    unknown = sorted(set(gradients) - known)
-    if unknown:
-        raise ValueError(f"{op}: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
 
 
 def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:

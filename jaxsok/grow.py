@@ -23,7 +23,7 @@ from jaxsok.coming import Coming
 from jaxsok.enlarge import agree_on_room, fits, names_of, next_capacity, prepare_growth, require_memory, rows_to_add
 from jaxsok.growth import GrowthTracker, Look, Seen, Summary, is_at_rest, read_counters, request_counters
 from jaxsok.specs import StoreSpec
-from jaxsok.store import State, StoreState, capacities_of
+from jaxsok.store import State, capacities_of
 from jaxsok.types import ENTRIES_PER_BUCKET, MAX_CAPACITY
 
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused keys and full indexes show there
@@ -68,7 +68,11 @@ def grow(
     _warn_of_copies(tracker, state)
     positions = coming.positions
     capacities = [capacity // num_shards for capacity in signature]
-    half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
+    # The keys that may wait in a shard before their buckets are half full; 0: none waits.
+    half_entries = [
+        sum(array.shape[0] // num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
+        for store in state.stores
+    ]
     if untaken is not None:
         tracker.most = [max(pair) for pair in zip(tracker.most, untaken.positions, strict=True)]
     late = [s for s in stores if _decides_late(specs[s], tracker.most[s])]
@@ -449,8 +453,3 @@ def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]
             )
     require_memory(rows_to_add(specs, state, capacities), "grow", *room)
     return capacities
-
-
-def _half_entries(spec: StoreSpec, store: StoreState) -> int:
-    """Returns the keys that may wait in a shard before their buckets are half full; 0: none waits."""
-    return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)

@@ -47,11 +47,6 @@ class Initializer:
         raise TypeError(f"Initializer.rows: got {self!r}, whose rows the kernels work out.")
 
 
-def _check_finite(name: str, **parameters: float) -> None:
-    for parameter, value in parameters.items():
-        checks.number(f"initializers.{name}: {parameter}", value)
-
-
 def zeros() -> Initializer:
     """Every column 0."""
     return Initializer(0, 0.0)
@@ -64,8 +59,7 @@ def ones() -> Initializer:
 
 def constant(value: float) -> Initializer:
     """Every column `value`."""
-    _check_finite("constant", value=value)
-    return Initializer(0, float(value))
+    return Initializer(0, float(checks.number("initializers.constant: value", value)))
 
 
 def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
@@ -74,7 +68,8 @@ def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
     Raises:
       ValueError: not finite, or `low > high`.
     """
-    _check_finite("uniform", low=low, high=high)
+    checks.number("initializers.uniform: low", low)
+    checks.number("initializers.uniform: high", high)
     if low > high:
         raise ValueError(f"initializers.uniform: low: got {low} above high = {high}; swap them.")
     return Initializer(1, float(low), float(high))
@@ -85,7 +80,7 @@ def normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
 
     Source: the quantile function AS 241 (Wichura 1988) of a 23-bit uniform, so no value lies beyond 5.3 deviations.
     """
-    _check_finite("normal", mean=mean)
+    checks.number("initializers.normal: mean", mean)
     checks.number("initializers.normal: stddev", stddev, 0, wanted="at least 0")
     return Initializer(2, float(mean), float(stddev))
 
@@ -99,7 +94,7 @@ def truncated_normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
       >>> uniform(-1.0, 1.0), normal(0.1).b, truncated_normal(0.1).kind
       (Initializer(kind=1, a=-1.0, b=1.0), 0.1, 3)
     """
-    _check_finite("truncated_normal", mean=mean)
+    checks.number("initializers.truncated_normal: mean", mean)
     checks.number("initializers.truncated_normal: stddev", stddev, 0, wanted="at least 0")
     return Initializer(3, float(mean), float(stddev))
 

@@ -32,15 +32,8 @@ from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
-_OPS_WITH_LOOKUPS_AHEAD = (
-    "lookup",
-    "update",
-    "gradient_norm",
-    "grow",
-    "drain",
-    "num_rows",
-    "cache_stats",
-    "memory_estimate",
+_OPS_WITH_LOOKUPS_AHEAD = frozenset(
+    "lookup update gradient_norm grow drain num_rows cache_stats memory_estimate".split()
 )
 
 
@@ -187,10 +180,7 @@ def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
 @functools.partial(jax.jit, static_argnums=0)
 def _num_cached(shards: Shards, last_use: UInt32[Array, " num_lines"]) -> UInt32[Array, " num_shards"]:
     """Counts the slots in use, by shard."""
-
-    def count(last_use: Array) -> Array:
-        return (last_use != 0).sum(dtype=jnp.uint32, keepdims=True)
-
+    count = lambda part: (part != 0).sum(dtype=jnp.uint32, keepdims=True)  # noqa: E731
     return shards.run(count, (last_use,), (shards.spec,), shards.spec)
 
 
@@ -206,8 +196,8 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
             check_features("grow", collection, features)
             num_stacked = coming.num_stacked(features)
             keys = [
-                max(1, num_stacked) * keys_at_most(spec, coming.num_keys_of(features, s))
-                for s, spec in enumerate(collection.stores)
+                max(1, num_stacked) * keys_at_most(spec, [(layout.table, layout.num_keys) for layout in part.layouts])
+                for spec, part in zip(collection.stores, features.stores, strict=True)
             ]
             counted.append(features)
         elif checks.is_integer(features, 0):

@@ -51,14 +51,8 @@ def ask(
 ) -> Uses:
     """Sends the uses of bags to the owners of their rows, in one round if `send_capacity` is given, else in several."""
     num_shards = spec.num_shards
-    uses, offsets, scales = plan_kernels.plan_uses(
-        features.operands(),
-        spec.table_words(),
-        owners,
-        num_tiles=features.num_tiles,
-        num_shards=num_shards,
-        num_bags=_num_bags(features),
-    )
+    sizes = {"num_tiles": features.num_tiles, "num_shards": num_shards, "num_bags": _num_bags(features)}
+    uses, offsets, scales = plan_kernels.plan_uses(features.operands(), spec.table_words(), owners, **sizes)
     counts = offsets[:, -1]
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
@@ -177,17 +171,9 @@ def read(
     if windows is not None and not is_by_xla and fits_kernels:
         windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
         store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not owner.is_find)
-        counters, values = lookup_kernels.lookup_bags_window(
-            windows.number,
-            view,
-            make_reading(_words_to_read(spec, is_find=owner.is_find)),
-            received.features.operands(),
-            received.features.num_tiles,
-            slots,
-            received.table_ids,
-            lines,
-            dtype,
-        )
+        reading, owned = make_reading(_words_to_read(spec, is_find=owner.is_find)), received.features
+        of_owned = owned.operands(), owned.num_tiles, slots, received.table_ids
+        counters, values = lookup_kernels.lookup_bags_window(windows.number, view, reading, *of_owned, lines, dtype)
         store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     else:
         store, sums = _partial_bags(spec, store, received, row_ids, owner)
@@ -254,18 +240,11 @@ def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
 def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatures, UInt32[Array, " num_bags_of_all"]]:
     """Makes bags with a key for each owner, in their order; also returns the line of each sum that comes."""
     num_bags, num_shards = _num_bags(features), spec.num_shards
-    layouts = [
-        dataclasses.replace(
-            layout,
-            combiner="sum",
-            num_keys=layout.num_bags * num_shards,
-            hotness=num_shards,
-            key_start=layout.bag_start * num_shards,
-            num_offsets=0,
-            weights_start=-1,
-        )
-        for layout in features.layouts
-    ]
+    form = {"combiner": "sum", "hotness": num_shards, "num_offsets": 0, "weights_start": -1}
+    layouts = []
+    for layout in features.layouts:
+        place = {"num_keys": layout.num_bags * num_shards, "key_start": layout.bag_start * num_shards}
+        layouts.append(dataclasses.replace(layout, **form, **place))
     keys = jnp.zeros((num_bags * num_shards, 2), jnp.uint32)
     lines = jnp.arange(num_bags, dtype=jnp.uint32)[:, None] + jnp.arange(num_shards, dtype=jnp.uint32)[None] * num_bags
     return dataclasses.replace(features, keys=keys, layouts=tuple(layouts)), lines.reshape(-1)
@@ -298,7 +277,10 @@ def _to_owners(
     return exchange_lib.send_rows(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
 
 
-def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
+def _join_received(
+    op: str, spec: StoreSpec, s: int, used: Used
+) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
+    """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     if len(used.plans) * spec.num_shards > MAX_FEATURES:
         names = [table.name for table in spec.tables]
         raise ValueError(
@@ -306,12 +288,6 @@ def _check_num_features(op: str, spec: StoreSpec, used: Used) -> None:
             f"{spec.num_shards} shards, wanted at most {MAX_FEATURES // spec.num_shards}; update more often, or "
             'declare FeatureSpec(exchange="rows").'
         )
-
-
-def _join_received(
-    spec: StoreSpec, s: int, used: Used
-) -> tuple[update_kernels.Batch, int, RowIds, UInt32[Array, " num_lines"]]:
-    """Joins the batches that arrived for the plans of a step: batch, tiles, row ids and tables."""
     received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
     batch, num_tiles = join_features([part.features for part in received])
     row_ids = [
@@ -326,10 +302,10 @@ def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: update.StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
-    _check_num_features("update", spec, used)
-    batch, num_tiles, row_ids, table_ids = _join_received(spec, s, used)
+    batch, num_tiles, row_ids, table_ids = _join_received("update", spec, s, used)
     store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
-    step = update.step_of(spec, inputs, batch, num_tiles, slots, used.is_live, table_ids)
+    of_batch = batch, num_tiles, slots, used.is_live, inputs.row_step, table_ids
+    step = update_kernels.Step(spec.table_words(), inputs.seed, inputs.step, *of_batch)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
         lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
@@ -345,8 +321,7 @@ def update_exchanged(
 @annotations.annotate_store
 def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares: norms.Squares) -> norms.Squares:
     """Adds the squares of the row gradients by which `update_exchanged` would step."""
-    _check_num_features("gradient_norm", spec, used)
-    (_, offsets, weights, words), num_tiles, row_ids, _ = _join_received(spec, s, used)
+    (_, offsets, weights, words), num_tiles, row_ids, _ = _join_received("gradient_norm", spec, s, used)
     ends = np.cumsum([plan.uses_of(s).received.shape[0] for plan in used.plans])[:-1]
     alive = [
         jnp.where(used.is_live[p], ids, jnp.uint32(NO_ROW)) for p, ids in enumerate(jnp.split(row_ids, ends.tolist()))

@@ -430,11 +430,6 @@ class StoreSpec:
         )
 
     @property
-    def has_admission(self) -> bool:
-        """True if some table keeps unseen keys out."""
-        return any(table.admission is not None for table in self.tables)
-
-    @property
     def counts_sightings(self) -> bool:
         """True if some table admits by exact count."""
         return any(isinstance(table.admission, policies.AdmitByCount) for table in self.tables)

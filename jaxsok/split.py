@@ -131,12 +131,6 @@ def pick_bags(bags: Bags, numbers: np.ndarray) -> Bags:
     return Bags(bags.keys[place], offsets=offsets, weights=weights)
 
 
-def _pick_shared_bags(bags: Bags, inverse: np.ndarray, num_bags: int) -> Bags:
-    """Picks the bags that some samples share, in order, and adds empty bags until there are `num_bags`."""
-    used, inverse = np.unique(inverse, return_inverse=True)
-    return _add_empty_bags(dataclasses.replace(pick_bags(bags, used), inverse=inverse), num_bags - used.size)
-
-
 def _add_empty_bags(bags: Bags, more: int) -> Bags:
     """Adds empty bags at the end."""
     if bags.offsets is not None:
@@ -149,9 +143,7 @@ def _add_empty_bags(bags: Bags, more: int) -> Bags:
 
 
 def _is_on_device(value: Any) -> bool:
-    bags = features_lib.bags_of(value)
-    arrays = bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse
-    return any(isinstance(array, jax.Array) for array in arrays)
+    return any(isinstance(array, jax.Array) for array in vars(features_lib.bags_of(value)).values())
 
 
 def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:
@@ -180,7 +172,10 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
     else:
         # Several processes must agree on the number of bags of a part.
         most = most if shards.num_processes > 1 else min(most, num_bags)
-        parts = [_pick_shared_bags(bags, piece, most) for piece in np.split(bags.inverse, num_parts)]
+        parts = []
+        for piece in np.split(bags.inverse, num_parts):
+            used, inverse = np.unique(piece, return_inverse=True)
+            parts.append(_add_empty_bags(dataclasses.replace(pick_bags(bags, used), inverse=inverse), most - used.size))
     limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
     if bags.offsets is None:
         return parts, num_samples, limit
@@ -245,10 +240,7 @@ def _pack_on_device(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _pack_parts(
-    stores: tuple[StoreSpec, ...],
-    features: tuple[FeatureSpec, ...],
-    shards: Shards,
-    arrays: dict[str, dict[str, Any]],
+    stores: tuple[StoreSpec, ...], features: tuple[FeatureSpec, ...], shards: Shards, arrays: dict[str, dict[str, Any]]
 ) -> tuple[StoreFeatures, ...]:
     """Packs each shard's part of the features' keys and weights."""
 

@@ -3,10 +3,9 @@
 A shard calls these on its part of states, batches and plans. steps.py loops over the stores.
 """
 
-import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
@@ -40,71 +39,16 @@ class StoreLookup(NamedTuple):
     asked: Requests | Uses | None = None
 
 
-class Strategy(abc.ABC):
-    """A way to request keys, return rows, deliver gradients and take a step, for one store."""
-
-    shards: Shards
-
-    @property
-    def wire(self) -> str:
-        """The name of the wire between shards; empty where nothing travels."""
-        return ""
-
-    @staticmethod
-    def of(shards: Shards, spec: ExchangeSpec) -> "Strategy":
-        """Returns fused calls on one shard, else the exchange."""
-        if shards.num_shards == 1:
-            return Fused(shards)
-        return Exchanged(shards, Exchange(shards, spec, windows_of(shards, spec.wire)))
-
-    @abc.abstractmethod
-    def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
-        """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
-
-    @abc.abstractmethod
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
-        """Looks up the features of a store that has some."""
-
-    @abc.abstractmethod
-    def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
-        """Does the part of `lookup` that reads no row's numbers, as of a step to come; also returns the digest."""
-
-    @abc.abstractmethod
-    def read(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
-    ) -> tuple[StoreState, Found, list[Array]]:
-        """Reads the rows that `index` found, and combines them."""
-
-    @abc.abstractmethod
-    def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
-        """Looks up the features of a store and changes nothing."""
-
-    @abc.abstractmethod
-    def update(
-        self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
-    ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
-        """Steps the rows that were used; also counts rows with non-finite gradients, and uses of stale plans."""
-
-    @abc.abstractmethod
-    def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
-        """Adds the squares of the row gradients by which `update` would step."""
-
-    @abc.abstractmethod
-    def norm(self, squares: Squares) -> Float32[Array, ""]:
-        """Returns the norm over all shards."""
-
-    def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
-        """Returns the sum of the words of all shards, which is the same everywhere, as `same` is."""
-        return self.shards.sum(words)
-
-
 @dataclasses.dataclass(frozen=True)
-class Fused(Strategy):
+class Fused:
     """The execution mode of one shard: every store costs one call, which is faster than the exchange."""
 
     shards: Shards
+    wire: ClassVar[str] = ""
+    """The name of the wire between shards; empty where nothing travels."""
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
+        """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
         if self.shards.is_mesh:
             return Plan(features)  # counts of distinct keys could not be split over the mesh
         distinct = [
@@ -113,11 +57,13 @@ class Fused(Strategy):
         return Plan(features, distinct=tuple(distinct))
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
+        """Looks up the features of a store that has some."""
         store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
         return StoreLookup(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
 
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
+        """Does the part of `lookup` that reads no row's numbers, as of a step to come; also returns the digest."""
         store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
         indexed = lookup.index_here(spec, store, state.seed, features, distinct, step, step)
@@ -126,27 +72,39 @@ class Fused(Strategy):
     def read(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:
+        """Reads the rows that `index` found, and combines them."""
         return lookup.read_here(spec, plan.features.stores[s], state.seed, state.stores[s], found)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
+        """Looks up the features of a store and changes nothing."""
         return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
     ) -> tuple[StoreState, ByTable, Int32[Array, ""]]:
+        """Steps the rows that were used; also counts rows with non-finite gradients, and uses of stale plans."""
         return update.update_here(spec, state.stores[s], s, used, inputs)
 
     def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
+        """Adds the squares of the row gradients by which `update` would step."""
         return norms.with_squares(squares, norms.row_gradients_here(spec, state.stores[s], s, used))
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
+        """Returns the norm over all shards."""
         # On a mesh of one device the sum marks the norm as the same everywhere.
         return norms.norm_of(norms.sum_over_shards(self.shards, squares) if self.shards.is_mesh else squares)
 
+    def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
+        """Returns the sum of the words of all shards, which is the same everywhere, as `same` is."""
+        return self.shards.sum(words)
+
 
 @dataclasses.dataclass(frozen=True)
-class Exchanged(Strategy):
-    """The execution mode of several shards: distinct keys go to their owners, rows come back, gradients follow."""
+class Exchanged:
+    """The execution mode of several shards: distinct keys go to their owners, rows come back, gradients follow.
+
+    Its methods are those of `Fused`.
+    """
 
     shards: Shards
     exchange: Exchange
@@ -254,3 +212,14 @@ class Exchanged(Strategy):
         if self.exchange.windows is None:
             return self.shards.sum(words)
         return self.exchange.windows.sum(words, same)  # without a collective of XLA the whole step is one CUDA graph
+
+
+Strategy = Fused | Exchanged
+"""A way to request keys, return rows, deliver gradients and take a step, for one store."""
+
+
+def strategy_of(shards: Shards, spec: ExchangeSpec) -> Strategy:
+    """Returns fused calls on one shard, else the exchange."""
+    if shards.num_shards == 1:
+        return Fused(shards)
+    return Exchanged(shards, Exchange(shards, spec, windows_of(shards, spec.wire)))

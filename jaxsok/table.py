@@ -4,6 +4,7 @@ They serve keys without bags: plans made apart, inspection, erasing. The whole l
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -59,15 +60,17 @@ def find_or_insert(
     keys are admitted; `uses` are the occurrences of each key (None: one). With NumPy `table_ids`, tables whose rows XLA
     computes skip other tables' keys. Counts count keys, but of the unadmitted their uses. The store is donated.
     """
-    keys = jnp.asarray(keys)
+    keys, ids = jnp.asarray(keys), jnp.asarray(table_ids)
+    deciding = admission.operands(spec, step, uses)
+    # A row in host memory is initialized when it is first brought.
+    insert = functools.partial(kernels.find_or_insert, has_rows=spec.memory is None)
     if not spec.traced_tables:
-        return _insert(spec, store, seed, keys, jnp.asarray(table_ids), step, uses)
-    ids = jnp.asarray(table_ids)
+        return insert(store, spec.table_words(), seed, keys, ids, deciding)
     known = find(store, keys, ids)
     is_known = known != jnp.uint32(NO_ROW)
     # Known keys need no second search. And since the insertion depends on the search, XLA does not copy the index.
     unseen = jnp.where(is_known[:, None], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), keys)
-    store, new, counts = _insert(spec, store, seed, unseen, ids, step, uses)
+    store, new, counts = insert(store, spec.table_words(), seed, unseen, ids, deciding)
     found = ((ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]) & is_known[:, None]).sum(
         axis=0, dtype=jnp.int32
     )
@@ -75,20 +78,6 @@ def find_or_insert(
     to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
     store = rows_lib.write_lines(spec, store, seed, to_write, initial_rows(spec, keys, table_ids), {})
     return store, jnp.where(is_known, known, new), counts
-
-
-def _insert(
-    spec: StoreSpec,
-    store: StoreState,
-    seed: Seed,
-    keys: Keys,
-    table_ids: TableIds,
-    step: Clock | None,
-    uses: Array | None,
-) -> tuple[StoreState, RowIds, TableCounts]:
-    deciding = admission.operands(spec, step, uses)
-    has_rows = spec.memory is None  # else a row is initialized when it is first brought
-    return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding, has_rows=has_rows)
 
 
 def gather(
@@ -107,15 +96,9 @@ def gather(
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
     store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
+    words = spec.table_words() if is_find else spec.refused_words()
     counters, rows, num_absent = kernels.gather(
-        view.counters,
-        spec.table_words() if is_find else spec.refused_words(),
-        seed,
-        requests,
-        slots,
-        view.rows,
-        is_find=is_find,
-        dtype=dtype,
+        view.counters, words, seed, requests, slots, view.rows, is_find=is_find, dtype=dtype
     )
     store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
     # The kernel fills in zeros and other constants for keys without a row.
@@ -151,15 +134,9 @@ def assign(
     counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
     place = row_ids if is_distinct else _keep_last_of_each(row_ids)
     names = [state.name for state in spec.state_specs]
-    store = rows_lib.write_lines(
-        spec,
-        store,
-        seed,
-        place,
-        round_to(rows, spec.dtype),
-        {names.index(name): lines for name, lines in states.items()},
-        statistics if spec.keeps_statistics else None,
-    )
+    numbers = round_to(rows, spec.dtype), {names.index(name): lines for name, lines in states.items()}
+    kept = statistics if spec.keeps_statistics else None
+    store = rows_lib.write_lines(spec, store, seed, place, *numbers, kept)
     if statistics is None:
         store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
     return store, row_ids, counts

@@ -129,26 +129,21 @@ class Held:
     state: State
 
 
+@dataclasses.dataclass
 class RecordWriter:
     """Writes records into table `number` of store `s`, in place of what was there under the same keys."""
 
-    def __init__(
-        self,
-        op: str,
-        specs: Sequence[StoreSpec],
-        s: int,
-        number: int,
-        shards: Shards,
-        held: Held,
-        *,
-        clock: Any,
-        is_reset: bool = False,
-    ):
-        self.op, self.specs, self.s, self.number, self.shards, self.held = op, specs, s, number, shards, held
-        self.clock, self.is_reset = clock, is_reset
-        self.is_settled = True
-        self._refused: list[Array] = []
-        self._pieces: Callable[[], Iterable[dict[str, Any]]] = tuple
+    op: str
+    specs: Sequence[StoreSpec]
+    s: int
+    number: int
+    shards: Shards
+    held: Held
+    clock: Any
+    is_reset: bool = False
+    is_settled: bool = dataclasses.field(default=True, init=False)
+    _refused: list[Array] = dataclasses.field(default_factory=list, init=False)
+    _pieces: Callable[[], Iterable[dict[str, Any]]] = dataclasses.field(default=tuple, init=False)
 
     def write(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Writes what `pieces` yields, which may be called again; `settle` ends it."""

@@ -68,26 +68,10 @@ def update_here(
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
     store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
-    step = step_of(spec, inputs, batch, num_tiles, slots, used.is_live)
+    tables, is_live = spec.table_words(), used.is_live
+    step = kernels.Step(tables, inputs.seed, inputs.step, batch, num_tiles, slots, is_live, inputs.row_step)
     view, num_nonfinite, num_stale = kernels.update(view, step, flat)
     return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale
-
-
-def step_of(
-    spec: StoreSpec,
-    inputs: StepInputs,
-    batch: kernels.Batch,
-    num_tiles: int,
-    row_ids: RowIds,
-    is_live: Bool[Array, " num_plans"],
-    table_ids: Array | None = None,
-    num_uses: Array | None = None,
-) -> kernels.Step:
-    """Returns the step of the rows of a batch; `table_ids` where its features do not give the table of a key."""
-    tables, row_step = spec.table_words(), inputs.row_step
-    return kernels.Step(
-        tables, inputs.seed, inputs.step, batch, num_tiles, row_ids, is_live, row_step, table_ids, num_uses
-    )
 
 
 def _step_of_lines(
@@ -105,10 +89,9 @@ def _step_of_lines(
     is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
     table_ids = gradients_lib.concatenate([part[:, 2] for part in received]) if is_random else None
     # The sums are scaled already.
-    inputs = dataclasses.replace(
-        inputs, row_step=dataclasses.replace(inputs.row_step, row_gradient=ROW_GRADIENTS["sum"])
-    )
-    return step_of(spec, inputs, (keys, *batch), num_tiles, row_ids, is_live, table_ids, total)
+    row_step = dataclasses.replace(inputs.row_step, row_gradient=ROW_GRADIENTS["sum"])
+    of_lines = (keys, *batch), num_tiles, row_ids, is_live, row_step, table_ids, total
+    return kernels.Step(spec.table_words(), inputs.seed, inputs.step, *of_lines)
 
 
 @annotations.annotate_store
@@ -123,10 +106,8 @@ def update_exchanged(
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
         sums, total = gradients_lib.scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
-        received, row_ids = (
-            [part.received for part in arrived],
-            gradients_lib.concatenate([part.row_ids for part in arrived]),
-        )
+        received = [part.received for part in arrived]
+        row_ids = gradients_lib.concatenate([part.row_ids for part in arrived])
         store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
@@ -158,14 +139,9 @@ def _update_in_windows(
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
     store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
+    step = _step_of_lines(spec, inputs, [received], slots, used.is_live, total)
+    flat = gradients_lib.gradients_by_bag(spec, part, gradients)
     view, num_nonfinite, _ = kernels.update_window(
-        windows.number,
-        view,
-        _step_of_lines(spec, inputs, [received], slots, used.is_live, total),
-        asked.slots,
-        bags,
-        gradients_lib.gradients_by_bag(spec, part, gradients),
-        part.num_tiles,
-        dtype,
+        windows.number, view, step, asked.slots, bags, flat, part.num_tiles, dtype
     )
     return tiers.give_back(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())

@@ -231,32 +231,12 @@ _WORD, _COUNT, _SIZE = integer(0, 2**32 - 1), integer(), integer(0, 2**62)
 _PARTITION = integer(0, NUM_PARTITIONS - 1)
 # A name, not a path: nothing outside the folder is read.
 _FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file in this folder")
-_FILES = list_of(
-    manifests.also(
-        entries(
-            {
-                "name": _FILE_NAME,
-                "size": _SIZE,
-                "num_rows": _SIZE,
-                "head": tuple_of(_SIZE, _WORD),
-                "batches": list_of(tuple_of(_SIZE, _SIZE, _WORD, _SIZE, _PARTITION, _PARTITION)),
-                "foot": tuple_of(_SIZE, _SIZE, _WORD),
-            }
-        ),
-        _check_file,
-    )
-)
-_BLOOM_FILE = manifests.also(
-    entries(
-        {
-            "store": integer(0, 2**20),
-            "name": _FILE_NAME,
-            "size": _SIZE,
-            "pieces": list_of(tuple_of(_SIZE, _SIZE, _WORD, integer(0, 2**20))),
-        }
-    ),
-    _check_bloom,
-)
+_BATCH = tuple_of(_SIZE, _SIZE, _WORD, _SIZE, _PARTITION, _PARTITION)
+_FILE = {"name": _FILE_NAME, "size": _SIZE, "num_rows": _SIZE, "head": tuple_of(_SIZE, _WORD)}
+_FILE |= {"batches": list_of(_BATCH), "foot": tuple_of(_SIZE, _SIZE, _WORD)}
+_FILES = list_of(manifests.also(entries(_FILE), _check_file))
+_BLOOM_PIECES = list_of(tuple_of(_SIZE, _SIZE, _WORD, integer(0, 2**20)))
+_BLOOM_FILE = {"store": integer(0, 2**20), "name": _FILE_NAME, "size": _SIZE, "pieces": _BLOOM_PIECES}
 _DIM = integer(1, 2**20)
 _FORM = entries(
     {
@@ -283,23 +263,15 @@ _TABLE = entries(
 )
 _DTYPES = ("bool", "bfloat16", *(f"float{bits}" for bits in (16, 32, 64)))
 _DTYPES += tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
-_ARRAY = manifests.also(
-    entries(
-        {
-            "dtype": manifests.one_of(_DTYPES),
-            "shape": list_of(integer(0, 2**31)),
-            "data": text(most=manifests.MOST_BYTES),
-        }
-    ),
-    array_from_json,
-)
+_ARRAY = {"dtype": manifests.one_of(_DTYPES), "shape": list_of(integer(0, 2**31))}
+_ARRAY |= {"data": text(most=manifests.MOST_BYTES)}
 _STORE = entries(
     {
         "tables": list_of(text(".+", "a name")),
         "salt": tuple_of(_WORD, _WORD),
         "generation": _WORD,
         "is_replicated": manifests.boolean,
-        "globals": list_of(_ARRAY),
+        "globals": list_of(manifests.also(entries(_ARRAY), array_from_json)),
         "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
         "num_evicted": list_of(_COUNT),
     },
@@ -320,7 +292,7 @@ _BOTH = {
     "num_shards": integer(1, 2**20),
     "stores": list_of(_STORE),
     "tables": manifests.by_name(_TABLE),
-    BLOOM: list_of(_BLOOM_FILE),
+    BLOOM: list_of(manifests.also(entries(_BLOOM_FILE), _check_bloom)),
 }
 _LINEAGE = {
     "lineage": entries({"word": text(), "order": _COUNT, "ancestors": list_of(tuple_of(text(), _COUNT))})

@@ -163,10 +163,7 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-
-    def forget(store: StoreState) -> StoreState:
-        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
-
+    forget = lambda part: admission_lib.forget(spec, part, jnp.zeros((), jnp.uint32), cleared=number)  # noqa: E731
     return shards.run(forget, (store,), (shards.spec,), shards.spec)
 
 

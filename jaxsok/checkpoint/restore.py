@@ -7,7 +7,7 @@ have keys of its shards' partitions.
 import contextlib
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -187,31 +187,10 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
     spec = collection.stores[s]
     table = spec.tables[number]
     owners = _owners_of(collection, spec, table)
-    fit = _fitter(source, spec, table, taken, now)
-
-    def read_shard(shard: int) -> Iterator[Records]:
-        wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
-        if wanted is None or wanted.any():
-            yield from map(fit, source.records(name, wanted))
-
-    num_placed = place_records(op, collection, s, number, held, read_shard)
-    saved = source.manifest["tables"][name]["num_rows"]
-    with processes.fail_together(op):
-        if num_placed != saved:
-            raise CorruptFileError(
-                f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
-                "saves were mixed."
-            )
-
-
-def _fitter(
-    source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str], now: int | None
-) -> Callable[[Records], Records]:
-    """Makes a function that converts saved rows to the dtype, optimizer state and statistics of the table."""
-    clock = np.uint32(source.manifest["clock"])
-    dtype = jnp.dtype(table.dtype)
+    clock, dtype = np.uint32(source.manifest["clock"]), jnp.dtype(table.dtype)
 
     def fit(records: Records) -> Records:
+        """Converts saved rows to the dtype, optimizer state and statistics of the table."""
         num_rows = records.num_rows
         state = {
             state.name: records.state[state.name]
@@ -227,7 +206,19 @@ def _fitter(
             last_step = np.maximum(last_step, np.uint32(now))
         return Records(records.keys, round_to(records.rows, dtype), state, last_step, frequency)
 
-    return fit
+    def read_shard(shard: int) -> Iterator[Records]:
+        wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
+        if wanted is None or wanted.any():
+            yield from map(fit, source.records(name, wanted))
+
+    num_placed = place_records(op, collection, s, number, held, read_shard)
+    saved = source.manifest["tables"][name]["num_rows"]
+    with processes.fail_together(op):
+        if num_placed != saved:
+            raise CorruptFileError(
+                f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
+                "saves were mixed."
+            )
 
 
 def apply_link(

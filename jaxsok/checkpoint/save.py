@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxsok import checks, operations, policies
+from jaxsok.admission import waiting_in
 from jaxsok.checkpoint import files
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
@@ -29,7 +30,7 @@ from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
-from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, NUM_PARTITIONS, PADDING_KEY
+from jaxsok.types import COUNTERS, NUM_PARTITIONS, PADDING_KEY
 
 HOST_BYTES = 4 << 30  # of a process (decision D12)
 PIECE_BYTES = 64 << 20  # large enough for a link's full speed, small compared with HOST_BYTES
@@ -312,18 +313,10 @@ class _Tables:
         file.write(form.to_batch(records), (int(partitions[0]), int(partitions[-1])))
 
     def _write_waiting(self, piece: WordsPiece) -> None:
-        entries = piece.words.reshape(-1, BUCKET_WORDS // ENTRIES_PER_BUCKET)
-        entries = entries[from_words(entries[:, :2]) != np.uint64(PADDING_KEY)]
         for number, form in enumerate(self.forms[piece.store]):
-            admission = self.collection.stores[piece.store].tables[number].admission
-            if not isinstance(admission, policies.AdmitByCount):
-                continue
-            # A key seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
-            counts = entries[:, 2]
-            mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.threshold)]
-            if mine.size:
+            keys, counts = waiting_in(self.collection.stores[piece.store], piece.words, number)
+            if keys.size:
                 file = self._file(form.name, manifest_lib.WAITING, files.keys_schema(True))
-                keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
                 file.write(files.keys_batch(keys, counts), files.ALL_PARTITIONS)
 
     def _write_bloom(self, piece: WordsPiece) -> None:

@@ -6,7 +6,7 @@ way at a time, so that the link is busy while the host works.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -80,20 +80,19 @@ def pieces(
 
     A piece has about `piece_bytes`. With `since`, only rows with a later or equal last step are kept.
     """
-    return map(_UnderWay.wait, prefetch(_start(number, spec, store, seed, shards, piece_bytes, since), UNDER_WAY))
 
+    def start_all() -> Iterator[_UnderWay]:
+        yield from _start_rows(number, spec, store, seed, shards, piece_bytes, since)
+        for kind, arrays in (("waiting", store.sightings), ("bloom", store.bloom)):
+            for array in arrays:
+                for shard, words in shard_parts(array, spec, shards).items():
+                    size = words.shape[0]
+                    most = max(1, piece_bytes // max(1, words.nbytes // size))
+                    make = functools.partial(WordsPiece, number, kind, shard)
+                    for start in range(0, size, most):
+                        yield _UnderWay(make, *_cut((words,), start, min(start + most, size), most))
 
-def _start(
-    number: int, spec: StoreSpec, store: StoreState, seed: Array, shards: Shards, piece_bytes: int, since: int | None
-) -> Iterator["_UnderWay"]:
-    yield from _start_rows(number, spec, store, seed, shards, piece_bytes, since)
-    for kind, arrays in (("waiting", store.sightings), ("bloom", store.bloom)):
-        for array in arrays:
-            for shard, words in shard_parts(array, spec, shards).items():
-                most, size = _lines_of([words], piece_bytes), words.shape[0]
-                make = functools.partial(WordsPiece, number, kind, shard)
-                for start in range(0, size, most):
-                    yield _UnderWay(make, *_cut((words,), start, min(start + most, size), most))
+    return map(_UnderWay.wait, prefetch(start_all(), UNDER_WAY))
 
 
 def _start_rows(
@@ -137,11 +136,6 @@ def _start_since(
         yield _UnderWay(make, tuple(jax.tree.leaves(picked)), slice(0, wanted.size))
     else:
         yield _UnderWay(make, *_whole(slab, start, stop, most))
-
-
-def _lines_of(arrays: Sequence[Array], piece_bytes: int) -> int:
-    line_bytes = sum(array.nbytes // array.shape[0] for array in arrays)
-    return max(1, piece_bytes // max(1, line_bytes))
 
 
 @dataclasses.dataclass(frozen=True)

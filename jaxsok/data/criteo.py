@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -69,42 +69,31 @@ class TextSource(BlockSource):
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence[str | os.PathLike]):
-        self._blocks: list[_Place] = []
+        self._places: list[tuple[_Block, int, int]] = []  # each without its text, whose first byte and size follow
         counts: list[int] = []
         for path in _paths_of(paths):
             if _is_gzip(path):
                 raise ValueError(
                     f"TextSource: {path}: got a file compressed with gzip, wanted text; see criteo.convert."
                 )
-            first_row, start = 1, 0
+            start = 0
             for block in _blocks(path):
-                self._blocks.append(_Place(path, first_row, start, len(block.text), block.has_label))
+                self._places.append((block._replace(text=b""), start, len(block.text)))
                 counts.append(block.text.count(b"\n") + (not block.text.endswith(b"\n")))
-                first_row, start = first_row + counts[-1], start + len(block.text)
-        _require_labels_alike(self._blocks)
+                start += len(block.text)
+        _require_labels_alike([block for block, _, _ in self._places])
         super().__init__(counts)
 
     @property
     def has_label(self) -> bool:
         """True if rows have labels: those of Kaggle's test file have none, and there is no column `label`."""
-        return all(place.has_label for place in self._blocks)
+        return all(block.has_label for block, _, _ in self._places)
 
     def load(self, block: int) -> Columns:
-        place = self._blocks[block]
-        with open(place.path, "rb") as file:
-            file.seek(place.start)
-            text = file.read(place.num_bytes)
-        return _parse(_Block(place.path, place.first_row, text, place.has_label))
-
-
-class _Place(NamedTuple):
-    """The place of a block of text."""
-
-    path: str
-    first_row: int
-    start: int
-    num_bytes: int
-    has_label: bool
+        without_text, start, num_bytes = self._places[block]
+        with open(without_text.path, "rb") as file:
+            file.seek(start)
+            return _parse(without_text._replace(text=file.read(num_bytes)))
 
 
 def binary_source(path: str | os.PathLike) -> JoinedSource:
@@ -307,7 +296,7 @@ def _is_gzip(path: str) -> bool:
         return file.read(2) == _GZIP_MAGIC
 
 
-def _require_labels_alike(blocks: Sequence[Any]) -> None:
+def _require_labels_alike(blocks: Sequence["_Block"]) -> None:
     for block in blocks:
         if block.has_label != blocks[0].has_label:
             raise LogFormatError(f"criteo: {block.path}: some of the files have labels, some have none.")

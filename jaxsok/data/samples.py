@@ -7,6 +7,7 @@ and `Bags` with offsets. `batches.py` decides which samples make a batch.
 import abc
 import concurrent.futures
 import dataclasses
+import functools
 import glob
 import itertools
 import mmap
@@ -35,26 +36,15 @@ class Source(Protocol):
     It is a random-access data source for Grain, too: `source[i]` is one sample, whose columns have one entry.
     """
 
-    @property
-    def ends(self) -> np.ndarray:
-        """The end of each block: int64 `[num_blocks]`, ascending. A block is read from a file at once."""
-        ...
+    ends: np.ndarray
+    """The end of each block: int64 `[num_blocks]`, ascending. A block is read from a file at once."""
 
+    @abc.abstractmethod
     def take(self, positions: slice | np.ndarray) -> Columns:
         """Reads samples: a slice with start and stop, or ascending positions, int64 `[num_samples]`."""
-        ...
 
     def keep(self, num_blocks: int) -> None:
         """Asks for at least `num_blocks` blocks to be kept in memory, where reading one again is expensive."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int) -> Columns: ...
-
-
-class _Source(abc.ABC):
-    ends: np.ndarray
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -63,14 +53,8 @@ class _Source(abc.ABC):
         position = range(len(self))[position]  # raises IndexError
         return self.take(slice(position, position + 1))
 
-    def keep(self, num_blocks: int) -> None:  # noqa: B027
-        """Does nothing: blocks are cheap to read."""
 
-    @abc.abstractmethod
-    def take(self, positions: slice | np.ndarray) -> Columns: ...
-
-
-class ArraySource(_Source):
+class ArraySource(Source):
     """Columns that are NumPy arrays, in memory or mapped from files (`np.load(..., mmap_mode="r")`).
 
     A slice of samples is read without a copy. Other processes map the files of mapped arrays themselves.
@@ -110,7 +94,7 @@ class ArraySource(_Source):
         self.columns = {name: _map_arrays(_from_mapped, column) for name, column in self.columns.items()}
 
 
-class JoinedSource(_Source):
+class JoinedSource(Source):
     """Sources with the same columns, one after the other."""
 
     def __init__(self, parts: Sequence[Source]):
@@ -129,7 +113,7 @@ class JoinedSource(_Source):
             part.keep(num_blocks)
 
 
-class BlockSource(_Source):
+class BlockSource(Source):
     """Samples that are decoded block by block; decoded blocks are kept for the batches that follow."""
 
     def __init__(self, sizes: Sequence[int]):
@@ -328,22 +312,11 @@ def _map_arrays(change: Callable[[Any], Any], column: Any) -> Any:
     """Changes an array, or each array of bags."""
     if not isinstance(column, Bags):
         return change(column)
-    arrays = {field.name: getattr(column, field.name) for field in dataclasses.fields(column)}
-    return Bags(**{name: None if array is None else change(array) for name, array in arrays.items()})
-
-
-class _Mapped(NamedTuple):
-    """The place in a file from which an array is mapped."""
-
-    path: str
-    dtype: np.dtype
-    offset: int
-    shape: tuple[int, ...]
-    order: Any
+    return Bags(**{name: None if array is None else change(array) for name, array in vars(column).items()})
 
 
 def _to_mapped(array: Any) -> Any:
-    """Returns where a mapped array is in its file; any other array as it is."""
+    """Returns a call that maps a mapped array from its file again; any other array as it is."""
     is_mapped = isinstance(array, np.memmap) and array._mmap is not None and array.filename
     if not is_mapped or array.mode not in ("r", "r+") or not (array.flags.c_contiguous or array.flags.f_contiguous):
         return array
@@ -351,13 +324,11 @@ def _to_mapped(array: Any) -> Any:
     begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     offset = begin + array.ctypes.data - np.frombuffer(array._mmap, np.uint8).ctypes.data
     order = "C" if array.flags.c_contiguous else "F"
-    return _Mapped(os.fspath(array.filename), array.dtype, offset, array.shape, order)
+    return functools.partial(np.memmap, os.fspath(array.filename), array.dtype, "r", offset, array.shape, order)
 
 
 def _from_mapped(array: Any) -> Any:
-    if not isinstance(array, _Mapped):
-        return array
-    return np.memmap(array.path, array.dtype, "r", array.offset, array.shape, array.order)
+    return array() if isinstance(array, functools.partial) else array
 
 
 def _pick_columns(columns: Columns, positions: slice | np.ndarray) -> Columns:

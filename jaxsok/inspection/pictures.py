@@ -1,7 +1,7 @@
 """Pictures of what `report`, `memory_estimate` and `cache_estimate` found. Needs Matplotlib, and no display."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,27 +51,25 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
     Example:
       `draw_estimate(memory_estimate(tables), "memory.png")`
     """
-    bars: list[tuple[str, list[tuple[str, int]]]] = []
+    bars: list[tuple[str, Mapping[str, int]]] = []
     for store in estimate.stores:
         names = " ".join(store.tables)
         names = names if len(names) <= 30 else f"{names[:27]}..."
-        bars.append((f"{names}: state", [(part, store.state[part]) for part in STATE if store.state.get(part)]))
+        bars.append((f"{names}: state", {part: store.state.get(part, 0) for part in STATE}))
         if any(store.step.values()):
-            bars.append((f"{names}: step", [(part, store.step[part]) for part in STEP if store.step.get(part)]))
-    power = max(0, (max(sum(size for _, size in parts) for _, parts in bars).bit_length() - 1) // 10)
+            bars.append((f"{names}: step", {part: store.step.get(part, 0) for part in STEP}))
+    power = max(0, (max(sum(sizes.values()) for _, sizes in bars).bit_length() - 1) // 10)
     scale, unit = 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
     figure = _figure((8.0, 1.6 + 0.4 * len(bars)))
     axes = figure.subplots()
-    colours = dict(zip((*STATE, *STEP), (*_COLOURS[: len(STATE)], *_COLOURS[: len(STEP)]), strict=True))
-    drawn: set[str] = set()
-    for line, (_, parts) in enumerate(bars):
-        left = 0.0
-        for part, size in parts:
-            label = part.replace("_", " ") if part not in drawn else "_"
-            drawn.add(part)
-            hatch = "//" if part in STEP else None
-            axes.barh(line, size / scale, left=left, color=colours[part], hatch=hatch, edgecolor="white", label=label)
-            left += size / scale
+    ends = np.zeros(len(bars))
+    for part, colour in (*zip(STATE, _COLOURS, strict=False), *zip(STEP, _COLOURS, strict=False)):
+        widths = np.array([sizes.get(part, 0) for _, sizes in bars]) / scale
+        (lines,) = widths.nonzero()
+        if lines.size:
+            how = {"color": colour, "hatch": "//" if part in STEP else None, "edgecolor": "white"}
+            axes.barh(lines, widths[lines], left=ends[lines], label=part.replace("_", " "), **how)
+        ends += widths
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
@@ -81,11 +79,7 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
     if estimate.host_bytes:
         title += f"; {format_bytes(estimate.host_bytes)} of host memory"
     axes.set_title(title, loc="left")
-    handles, labels = axes.get_legend_handles_labels()
-    by_label = dict(zip(labels, handles, strict=True))
-    order = [part.replace("_", " ") for part in (*STATE, *STEP)]
-    handles = [by_label[label] for label in order if label in by_label]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     figure.savefig(path)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
-from jaxsok.interchange.files import Form, PartialFiles, RecordChunks, RecordsIn
+from jaxsok.interchange.files import Form, RecordChunks, RecordsIn
 from jaxsok.keys import from_words, to_words
 from jaxsok.records import Records
 from jaxsok.store import State
@@ -60,7 +60,7 @@ def write_parquet(
     _, parquet = _arrow("write_parquet")
     form, chunks = files.check_records("write_parquet", records)
     schema, num_rows = _schema(form), 0
-    with PartialFiles("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+    with files.partial_files("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         summed = _Summed(file)
         how = {"compression": compression or "none", "write_page_checksum": True, "use_dictionary": False}
         with parquet.ParquetWriter(summed, schema, **how) as writer:
@@ -120,7 +120,7 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
     pa, _ = _arrow("write_arrow")
     form, chunks = files.check_records("write_arrow", records)
     schema, num_rows = _schema(form), 0
-    with PartialFiles("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+    with files.partial_files("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
             for chunk in chunks:
                 batch = _batch(chunk, schema)

@@ -4,6 +4,7 @@ A reader checks names, types, sizes and all keys before it gives out rows. A wri
 renames them when the last row is in.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -26,12 +27,7 @@ from jaxsok.types import PADDING_KEY
 CHUNK_BYTES: int = 64 * 2**20  # of a chunk of records where the caller gives no number of rows; also of exports
 KEYS_HELD: int = 2**25  # keys that are compared at once: 256 MiB, twice. A longer file is read once for each such part
 
-ROW_DTYPES: dict[str, np.dtype] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(jnp.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
+ROW_DTYPES: dict[str, np.dtype] = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 RecordsIn = Records | Iterable[Records]
 
@@ -124,103 +120,90 @@ def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]
     return form, rest()
 
 
-class PartialFiles:
-    """Files of one export, written as `<name>.<random>.partial` and renamed once all are complete.
+@contextlib.contextmanager
+def partial_files(
+    op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Callable[[], Sequence[pathlib.Path]] = tuple
+) -> Iterator[list[IO[bytes]]]:
+    """Opens the files of one export as `<name>.<random>.partial`, and renames them once all are complete.
 
     A reader needs the first file, so it is removed first and appears last: there is the old export, the new one, or
-    none. If a new file cannot get its name then, the partial files stay, and a note of the error names them.
+    none. If a new file cannot get its name then, the partial files stay, and a note of the error names them. Existing
+    files are refused unless they may go; `stale` finds other files of the export, now and at the end.
     """
 
-    def __init__(
-        self,
-        op: str,
-        paths: Sequence[pathlib.Path],
-        *,
-        overwrite: bool,
-        stale: Callable[[], Sequence[pathlib.Path]] = tuple,
-    ) -> None:
-        """Refuses existing files unless they may go; `stale` finds other files of the export, now and at the end."""
-        self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
-        refuse_existing(op, [*self._paths, *self._stale], overwrite)
-        # Two writers of one name must not write into one file.
-        end = f".{secrets.token_hex(4)}.partial"
-        self._partials = tuple(path.with_name(path.name + end) for path in self._paths)
-        self._files: list[IO[bytes]] = []
-        self._require_removable()
+    def find_stale() -> list[pathlib.Path]:
+        return [path for path in stale() if path not in paths]
 
-    @property
-    def _stale(self) -> list[pathlib.Path]:
-        return [path for path in self._find_stale() if path not in self._paths]
-
-    def __enter__(self) -> list[IO[bytes]]:
+    refuse_existing(op, [*paths, *find_stale()], overwrite)
+    _require_removable(op, [*paths, *find_stale()])
+    # Two writers of one name must not write into one file.
+    end = f".{secrets.token_hex(4)}.partial"
+    partials = [path.with_name(path.name + end) for path in paths]
+    try:
+        with contextlib.ExitStack() as stack:
+            opened = []
+            for partial in partials:
+                partial.parent.mkdir(parents=True, exist_ok=True)
+                opened.append(stack.enter_context(open(partial, "x+b")))
+            yield opened
+            for file in opened:
+                file.flush()
+                os.fsync(file.fileno())
+        _require_removable(op, [*paths, *find_stale()])
+    except BaseException:
+        _remove(partials)
+        raise
+    with published.lock_folder(paths[0].parent):
         try:
-            for path in self._partials:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files.append(open(path, "x+b"))
-        except OSError as error:
-            self.__exit__(type(error), error, None)
+            refuse_existing(op, [*paths, *find_stale()], overwrite)
+            _publish(op, partials, paths, find_stale, overwrite)
+        except FileExistsError:  # another writer was faster
+            _remove(partials)
             raise
-        return self._files
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            for file in self._files:
-                if kind is None:
-                    file.flush()
-                    os.fsync(file.fileno())
-                file.close()
-            if kind is None:
-                self._require_removable()
-        except BaseException:
-            self._remove_partials()
-            raise
-        if kind is not None:
-            self._remove_partials()
-            return
-        with published.lock_folder(self._paths[0].parent):
-            try:
-                refuse_existing(self._op, [*self._paths, *self._stale], self._overwrite)
-                self._publish()
-            except FileExistsError:  # another writer was faster
-                self._remove_partials()
-                raise
 
-    def _publish(self) -> None:
-        """Renames the files, the first one last; of two writers, one succeeds with all of them."""
-        (first, *others), placed = self._paths, []
-        (partial_of_first, *partials) = self._partials
-        try:
-            if self._overwrite and (others or self._stale):
-                stale = self._stale  # while `first` can be asked whose they are
-                first.unlink(missing_ok=True)
-                published.sync(first.parent)
-                for path in stale:
-                    path.unlink(missing_ok=True)
-            for partial, path in zip([*partials, partial_of_first], [*others, first], strict=True):
-                (os.replace if self._overwrite else published.place_new)(partial, path)
-                placed.append(path)
+def _publish(
+    op: str,
+    partials: Sequence[pathlib.Path],
+    paths: Sequence[pathlib.Path],
+    find_stale: Callable[[], list[pathlib.Path]],
+    overwrite: bool,
+) -> None:
+    """Renames the files, the first one last; of two writers, one succeeds with all of them."""
+    (first, *others), (partial_of_first, *others_partial), placed = paths, partials, []
+    try:
+        stale = find_stale() if overwrite else []  # while `first` can be asked whose they are
+        if overwrite and (others or stale):
+            first.unlink(missing_ok=True)
             published.sync(first.parent)
-        except FileExistsError:
-            for path in placed:
-                path.unlink()
-            refuse_existing(self._op, self._paths, self._overwrite)
-            raise
-        except BaseException as failure:
-            kept = [str(partial) for partial in self._partials if partial.exists()]
-            failure.add_note(f"{self._op}: the new files are complete; those without their names yet stay: {kept}.")
-            raise
+            _remove(stale)
+        for partial, path in zip([*others_partial, partial_of_first], [*others, first], strict=True):
+            (os.replace if overwrite else published.place_new)(partial, path)
+            placed.append(path)
+        published.sync(first.parent)
+    except FileExistsError:
+        for path in placed:
+            path.unlink()
+        refuse_existing(op, paths, overwrite)
+        raise
+    except BaseException as failure:
+        kept = [str(partial) for partial in partials if partial.exists()]
+        failure.add_note(f"{op}: the new files are complete; those without their names yet stay: {kept}.")
+        raise
 
-    def _require_removable(self) -> None:
-        for path in (*self._paths, *self._stale):
-            if os.path.lexists(path):
-                if path.is_dir():
-                    raise IsADirectoryError(f"{self._op}: {path}: got a folder, wanted a file, or none.")
-                if not os.access(path.parent, os.W_OK | os.X_OK):
-                    raise PermissionError(f"{self._op}: {path}: may not be replaced: its folder is read-only.")
 
-    def _remove_partials(self) -> None:
-        for partial in self._partials:
-            partial.unlink(missing_ok=True)
+def _require_removable(op: str, paths: Sequence[pathlib.Path]) -> None:
+    for path in paths:
+        if os.path.lexists(path):
+            if path.is_dir():
+                raise IsADirectoryError(f"{op}: {path}: got a folder, wanted a file, or none.")
+            if not os.access(path.parent, os.W_OK | os.X_OK):
+                raise PermissionError(f"{op}: {path}: may not be replaced: its folder is read-only.")
+
+
+def _remove(paths: Sequence[pathlib.Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
@@ -339,7 +322,11 @@ def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]
                     "one is reserved."
                 )
             begin += len(keys)
-            held.append(keys if num_parts == 1 else keys[_part_of(keys, num_parts) == part])
+            if num_parts > 1:
+                # The high bits of a product with the golden ratio's fraction are spread evenly, whatever the keys are.
+                hashes = keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+                keys = keys[hashes % np.uint64(num_parts) == part]
+            held.append(keys)
         ordered = np.concatenate(held)
         ordered.sort()
         twice = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -349,11 +336,6 @@ def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]
                 f"{op}: {place(_find_second(chunks, key))}: key: got {key} a second time, wanted each key once: its "
                 "row would depend on the order."
             )
-
-
-def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
-    # The high bits of a product with the golden ratio's fraction are spread evenly, whatever pattern the keys have.
-    return (keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(num_parts)
 
 
 def _find_second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
-from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
 from jaxsok.records import Records
 from jaxsok.store import State
 
@@ -48,7 +48,7 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
     if hotness and not form.has_frequency:
         raise ValueError(f"{op}: hotness: got True with records without frequency, wanted records with it.")
     paths = [key, rows, meta] if hotness else [key, rows]
-    with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
+    with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
             numbers = files.narrow(op, "records.rows", chunk.rows, np.dtype(np.float32))

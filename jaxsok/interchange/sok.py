@@ -7,7 +7,6 @@ SOK writes keys in the order of its devices, which means nothing on another numb
 its key.
 """
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
-from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
 from jaxsok.interchange.sok_files import HEADER_BYTES, KEY_DTYPES, ROW_DTYPES, Header, header_bytes, read_header
 from jaxsok.records import Records
 from jaxsok.store import State
@@ -87,19 +86,20 @@ def write_sok(
         raise ValueError(f"{op}: records.state: got {list(dict(form.states))}, wanted also {missing}.")
     of_rows = dtype or (form.dtype.name if form.dtype.name in ROW_DTYPES else "float32")
     of_state = dtype or "float32"
-    outputs = [_Output("key", 0, key_dtype), _Output("weight", 1, of_rows)]
-    outputs += [_Output(end, 2, of_state, _slot_name(op, end)) for end in slots.values()]
-    headers = [header_bytes(op, table, output.kind, output.slot, output.dtype) for output in outputs]
-    paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{output.end}" for output in outputs], 0
-    with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
+    # The end of each file's name, and kind, slot and dtype of its header.
+    outputs = [("key", 0, "", key_dtype), ("weight", 1, "", of_rows)]
+    outputs += [(end, 2, _slot_name(op, end), of_state) for end in slots.values()]
+    headers = [header_bytes(op, table, *output) for _, *output in outputs]
+    paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{end}" for end, *_ in outputs], 0
+    with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
         for file, header in zip(opened, headers, strict=True):
             file.write(header)
         for chunk in chunks:
             files.write_array(opened[0], _as_key_dtype(op, chunk.keys, key_dtype))
             arrays = [chunk.rows, *(chunk.state[name] * np.float32(1 / scale) for name in slots)]
-            for file, output, array in zip(opened[1:], outputs[1:], arrays, strict=True):
-                narrow = files.narrow(op, output.end, array, np.dtype(output.dtype))
-                files.write_array(file, narrow.astype(np.dtype(output.dtype).newbyteorder("<"), copy=False))
+            for file, (end, *_, name), array in zip(opened[1:], outputs[1:], arrays, strict=True):
+                narrow = files.narrow(op, end, array, np.dtype(name))
+                files.write_array(file, narrow.astype(np.dtype(name).newbyteorder("<"), copy=False))
             num_rows += chunk.num_rows
     return num_rows
 
@@ -236,14 +236,6 @@ def load(
         how = {"optimizer": optimizer, "learning_rate": rate, "widths": widths, "chunk_rows": chunk_rows}
         chunks[table] = read_sok(directory, name, dim=spec.dim, **how)
     return files.import_all(op, collection, state, chunks, reset_state=reset_state)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    end: str
-    kind: int
-    dtype: str
-    slot: str = ""
 
 
 def _spell(op: str, table: str) -> str:

@@ -24,18 +24,13 @@ def select(
 ) -> tuple[RowFlags, UInt32[Array, " num_tables"]]:
     """Selects rows of a table to leave by scores, down to `num_kept`, or by a mask. See `LaunchSelect` in evict.h."""
     like = records[0]
-    out = call_on(
-        "jaxsok_evict_select",
-        {"records": records},
-        {"num_kept": num_kept, "ranks": scores or mask},
-        {
-            "flags": result(like, (sum(slab.shape[0] for slab in records),), "uint8"),
-            "num_selected": result(like, (num_tables,), "uint32"),
-            "workspace": workspace(like, "JaxsokSelectWorkspaceBytes"),
-        },
-        num_words=len(scores),
-        table=table,
-    )
+    arrays, operands = {"records": records}, {"num_kept": num_kept, "ranks": scores or mask}
+    results = {
+        "flags": result(like, (sum(slab.shape[0] for slab in records),), "uint8"),
+        "num_selected": result(like, (num_tables,), "uint32"),
+        "workspace": workspace(like, "JaxsokSelectWorkspaceBytes"),
+    }
+    out = call_on("jaxsok_evict_select", arrays, operands, results, num_words=len(scores), table=table)
     return out["flags"], out["num_selected"]
 
 
@@ -46,15 +41,13 @@ def release(
     like = store.table_rows
     capacity = sum(slab.shape[0] for slab in store.records)
     changed = ("index", "counters", "table_rows", "records", "states", "statistics")
+    results = {
+        "num_released": result(like, like.shape, "uint32"),
+        "workspace": workspace(like, "JaxsokReleaseWorkspaceBytes", capacity),
+    }
+    changes = (*changed, "table_evicted") if counts_evicted else changed
+    initial = np.asarray(initial_values, np.float32)
     store, out = call_on_store(
-        "jaxsok_evict_release",
-        store,
-        {"flags": flags},
-        {
-            "num_released": result(like, like.shape, "uint32"),
-            "workspace": workspace(like, "JaxsokReleaseWorkspaceBytes", capacity),
-        },
-        changes=(*changed, "table_evicted") if counts_evicted else changed,
-        initial=np.asarray(initial_values, np.float32),
+        "jaxsok_evict_release", store, {"flags": flags}, results, changes=changes, initial=initial
     )
     return store, out["num_released"]

@@ -77,20 +77,14 @@ def lookup(
     noted = {} if clock is None else {"clock": clock}
     changes = ["index", "counters", "table_rows", "rows", "records"]
     changes += [*(("statistics",) if noted else ()), *(ADMITTING if asked else ())]
+    operands = reading.operands() | deciding | noted
     results = {
         "row_ids": result(keys, (keys.shape[0],), "uint32"),
         "digest": result(keys, (1, 2), "uint32"),
         "workspace": workspace(keys, "JaxsokInsertWorkspaceBytes", keys.shape[0]),
-    }
-    store, out = call_on_store(
-        "jaxsok_lookup",
-        store,
-        reading.operands() | deciding | noted,
-        results | reading.results(),
-        changes=changes,
-        admission=asked,
-        **reading.attributes(),
-    )
+    } | reading.results()
+    attributes = {"admission": asked} | reading.attributes()
+    store, out = call_on_store("jaxsok_lookup", store, operands, results, changes=changes, **attributes)
     return store, LookupResults(out["row_ids"], out["counts"], out["digest"], out["embeddings"])
 
 
@@ -116,14 +110,9 @@ def lookup_planned(
     table of each key of bags, where the features do not give it.
     """
     ids = {"row_ids": row_ids, "table_ids": jnp.zeros(0, jnp.uint32) if table_ids is None else table_ids}
-    out = call_on(
-        "jaxsok_lookup_planned",
-        {"counters": counters, "rows": rows},
-        reading.operands() | ids,
-        reading.results(),
-        in_place=("counters",),
-        **reading.attributes(),
-    )
+    arrays, operands = {"counters": counters, "rows": rows}, reading.operands() | ids
+    in_place, attributes = ("counters",), reading.attributes()
+    out = call_on("jaxsok_lookup_planned", arrays, operands, reading.results(), in_place=in_place, **attributes)
     return out["counters"], out["counts"], out["embeddings"]
 
 
@@ -143,20 +132,17 @@ def lookup_window(
     Row ids are by request received; `slots` has the line of each key's row among those that come back, as `dtype`.
     Returns the counters, which are donated and do not change, num_absent, counts and embeddings.
     """
-    out = call_on(
-        "jaxsok_lookup_window",
-        {"counters": store.counters, "rows": store.rows},
-        reading.operands(requests=requests, row_ids=row_ids)
-        | {"slots": slots.view(np.uint32)}
-        | after_meeting(window, slots),
-        {"num_absent": result(requests, (reading.tables.shape[0],), "int32")} | reading.results(),
-        in_place=("counters",),
-        window=window,
-        is_find=is_find,
-        is_float32=dtype == "float32",
-        is_bfloat16=dtype == "bfloat16",
-        **reading.attributes(),
-    )
+    arrays = {"counters": store.counters, "rows": store.rows}
+    operands = reading.operands(requests=requests, row_ids=row_ids) | {"slots": slots.view(np.uint32)}
+    operands |= after_meeting(window, slots)
+    results = {"num_absent": result(requests, (reading.tables.shape[0],), "int32")} | reading.results()
+    attributes = reading.attributes() | {
+        "window": window,
+        "is_find": is_find,
+        "is_float32": dtype == "float32",
+        "is_bfloat16": dtype == "bfloat16",
+    }
+    out = call_on("jaxsok_lookup_window", arrays, operands, results, in_place=("counters",), **attributes)
     return out["counters"], out["num_absent"], out["counts"], out["embeddings"]
 
 
@@ -176,19 +162,12 @@ def lookup_bags_window(
     The owned batch has a feature for each shard; `slots` has the lines of each bag among the sums that come as `dtype`,
     float32 or bfloat16. Returns the counters, which are donated and do not change, and float32 embeddings.
     """
-    out = call_on(
-        "jaxsok_lookup_bags_window",
-        {"counters": store.counters, "rows": store.rows},
-        reading.operands(owned=owned, row_ids=row_ids, table_ids=table_ids)
-        | {"slots": slots}
-        | after_meeting(window, slots),
-        reading.results(),
-        in_place=("counters",),
-        window=window,
-        num_owned_tiles=num_owned_tiles,
-        is_bfloat16=dtype == "bfloat16",
-        **reading.attributes(),
-    )
+    arrays = {"counters": store.counters, "rows": store.rows}
+    operands = reading.operands(owned=owned, row_ids=row_ids, table_ids=table_ids) | {"slots": slots}
+    operands |= after_meeting(window, slots)
+    results, attributes = reading.results(), reading.attributes()
+    attributes |= {"window": window, "num_owned_tiles": num_owned_tiles, "is_bfloat16": dtype == "bfloat16"}
+    out = call_on("jaxsok_lookup_bags_window", arrays, operands, results, in_place=("counters",), **attributes)
     return out["counters"], out["embeddings"]
 
 

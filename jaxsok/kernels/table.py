@@ -87,17 +87,13 @@ def gather(
     dtype: str,
 ) -> tuple[Counters, Float[Array, "num_keys dim"], ByTable]:
     """Reads the rows of requests by row id; counts absent rows; donates the counters. See `LaunchGather`."""
-    out = call_on(
-        "jaxsok_table_gather",
-        {"counters": counters, "rows": rows},
-        {"tables": tables, "seed": seed, "requests": requests, "row_ids": row_ids},
-        {
-            "gathered": result(requests, (requests.shape[0], rows[0].shape[1]), dtype),
-            "num_absent": result(requests, (tables.shape[0],), "int32"),
-        },
-        in_place=("counters",),
-        is_find=is_find,
-    )
+    arrays = {"counters": counters, "rows": rows}
+    operands = {"tables": tables, "seed": seed, "requests": requests, "row_ids": row_ids}
+    results = {
+        "gathered": result(requests, (requests.shape[0], rows[0].shape[1]), dtype),
+        "num_absent": result(requests, (tables.shape[0],), "int32"),
+    }
+    out = call_on("jaxsok_table_gather", arrays, operands, results, in_place=("counters",), is_find=is_find)
     return out["counters"], out["gathered"], out["num_absent"]
 
 

@@ -48,18 +48,12 @@ class Step:
 
     def operands(self) -> dict[str, Any]:
         """Returns the operands, in order."""
-        return (
-            {"tables": self.tables, "seed": self.seed}
-            | batch_operands(self.batch)
-            | {
-                "row_ids": self.row_ids,
-                "is_live": self.is_live,
-                "step": self.step,
-                "hyper": self.row_step.hyper,
-                "table_ids": jnp.zeros(0, jnp.uint32) if self.table_ids is None else self.table_ids,
-                "num_uses": jnp.zeros(0, jnp.float32) if self.num_uses is None else self.num_uses,
-            }
-        )
+        operands = {"tables": self.tables, "seed": self.seed} | batch_operands(self.batch)
+        operands |= {"row_ids": self.row_ids, "is_live": self.is_live, "step": self.step, "hyper": self.row_step.hyper}
+        return operands | {
+            "table_ids": jnp.zeros(0, jnp.uint32) if self.table_ids is None else self.table_ids,
+            "num_uses": jnp.zeros(0, jnp.float32) if self.num_uses is None else self.num_uses,
+        }
 
     def results(self) -> dict[str, Any]:
         """Returns the types of the first results."""
@@ -85,14 +79,8 @@ def update(
     The store is donated. Also returns num_nonfinite and num_stale.
     """
     size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], store.rows[0].shape[1])
-    store, out = call_on_store(
-        "jaxsok_update",
-        store,
-        step.operands() | {"gradients": gradients},
-        step.results() | {"workspace": size},
-        **_STEPPED,
-        **step.attributes(),
-    )
+    operands, results = step.operands() | {"gradients": gradients}, step.results() | {"workspace": size}
+    store, out = call_on_store("jaxsok_update", store, operands, results, **_STEPPED, **step.attributes())
     return store, out["num_nonfinite"], out["num_stale"]
 
 
@@ -111,24 +99,16 @@ def update_window(
     `slots` has the line of each key of the bags; the step has a key for each line that arrives.
     """
     num_lines, dim = step.row_ids.shape[0], store.rows[0].shape[1]
-    store, out = call_on_store(
-        "jaxsok_update_window",
-        store,
-        step.operands()
-        | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients}
-        | after_meeting(window, slots),
-        step.results()
-        | {
-            "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
-            "num_uses": result(slots, (num_lines,), "int32"),
-            "workspace_of_bags": workspace(slots, "JaxsokUpdateWorkspaceBytes", slots.shape[0], dim),
-            "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", num_lines, dim),
-        },
-        **_STEPPED,
-        **step.attributes(),
-        window=window,
-        num_bag_tiles=num_bag_tiles,
-    )
+    operands = step.operands() | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients}
+    operands |= after_meeting(window, slots)
+    results = step.results() | {
+        "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
+        "num_uses": result(slots, (num_lines,), "int32"),
+        "workspace_of_bags": workspace(slots, "JaxsokUpdateWorkspaceBytes", slots.shape[0], dim),
+        "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", num_lines, dim),
+    }
+    attributes = step.attributes() | {"window": window, "num_bag_tiles": num_bag_tiles}
+    store, out = call_on_store("jaxsok_update_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]
 
 
@@ -139,13 +119,8 @@ def update_bags_window(
     num_shards, dim = step.batch[3].shape[0], lines.shape[1]
     num_widened = num_shards * lines.shape[0] if lines.dtype == jnp.bfloat16 else 0
     size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], dim)
-    store, out = call_on_store(
-        "jaxsok_update_bags_window",
-        store,
-        step.operands() | {"lines": lines} | after_meeting(window, lines),
-        step.results() | {"widened": result(lines, (num_widened, dim), "float32"), "workspace": size},
-        **_STEPPED,
-        **step.attributes(),
-        window=window,
-    )
+    operands = step.operands() | {"lines": lines} | after_meeting(window, lines)
+    results = step.results() | {"widened": result(lines, (num_widened, dim), "float32"), "workspace": size}
+    attributes = step.attributes() | {"window": window}
+    store, out = call_on_store("jaxsok_update_bags_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]

@@ -26,6 +26,9 @@ __all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "discard", "dra
 
 _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
 
+OneOrSeveral = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Variables of one `apply`, or a list of those of several micro-batches."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +196,7 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
 
 
 def apply_updates(
-    updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    *,
-    learning_rate: Any = None,
+    updates: OneOrSeveral, gradients: OneOrSeveral, *, learning_rate: Any = None
 ) -> tuple[dict[str, Any], dict[str, Stats]]:
     """Calls `Collection.update` for all layers of a model: every row that was looked up steps once.
 
@@ -221,10 +221,7 @@ def apply_updates(
 
 
 def clip_by_global_norm(
-    updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    max_norm: Any,
-    dense: Any = None,
+    updates: OneOrSeveral, gradients: OneOrSeveral, max_norm: Any, dense: Any = None
 ) -> tuple[Any, Any, Float32[Array, ""]]:
     """Does `Collection.clip_by_global_norm` for a model: scales rows of all tables and dense parameters together.
 
@@ -327,9 +324,7 @@ def _find_values(variables: Mapping[str, Any], name: str, kind: type) -> Iterato
 
 
 def _join_micro_batches(
-    op: str,
-    updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    op: str, updates: OneOrSeveral, gradients: OneOrSeveral
 ) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]]]:
     """Returns the last micro-batch's tables, and by layer its collection, plans, and gradients of each micro-batch."""
     several = list(updates) if isinstance(updates, (list, tuple)) else [updates]

@@ -234,7 +234,8 @@ def value_and_grad(
         try:
             for path, layer in layers.items():
                 layer.set_taps(*found[path], accumulate=accumulate)
-            if _is_graph_mode():
+            # In graph mode, the only one of older Flax, transformations take `DiffState` and carry new Variables out.
+            if all(mode.current_value() for mode in modes_of_flax()):
                 differentiated = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
                 return differentiated(model, *args, **kwargs)
             return _value_and_grad_of_tree(f, wrt, has_aux, model, args, kwargs)
@@ -326,11 +327,6 @@ def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[t
     if not waiting:
         raise ValueError(f"{op}: model: got one without lookups since the last update, wanted at least one.")
     return [(path, layer, [_taps_at(op, of_call, path) for of_call in gradients]) for path, layer in waiting]
-
-
-def _is_graph_mode() -> bool:
-    """Returns whether Flax's transformations take `DiffState` and carry new Variables out; older Flax always does."""
-    return all(mode.current_value() for mode in modes_of_flax())
 
 
 def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:

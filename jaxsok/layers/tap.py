@@ -40,16 +40,8 @@ def attach_taps(embeddings: Embeddings, taps: Taps) -> Embeddings:
     return dict(embeddings)
 
 
-def _forward(embeddings: Embeddings, taps: Taps) -> tuple[Embeddings, None]:
-    return dict(embeddings), None
-
-
-def _backward(_: None, gradients: Embeddings) -> tuple[None, Embeddings]:
-    # The embeddings are no argument of the differentiated function, so their gradient is not needed.
-    return None, gradients
-
-
-attach_taps.defvjp(_forward, _backward)
+# The embeddings are no argument of the differentiated function, so their gradient is not needed.
+attach_taps.defvjp(lambda embeddings, taps: (dict(embeddings), None), lambda _, gradients: (None, gradients))
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:

@@ -201,11 +201,10 @@ class Lifted(Optimizer):
             zeros = jnp.zeros((1, dim), jnp.float32)
             rows = self._initial_rows(form, zeros)
             _, after = self._update(form, zeros, zeros, rows, before)
+        pairs = zip(map(jnp.asarray, globals_), _select_kind(form, after, is_row=False), strict=True)
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
-            for place, (old, new) in enumerate(
-                zip([jnp.asarray(leaf) for leaf in globals_], _select_kind(form, after, is_row=False), strict=True)
-            )
+            for place, (old, new) in enumerate(pairs)
         ]
         return tuple(before), tuple(kept)
 
@@ -276,7 +275,9 @@ def _find_form(tx: Any, dim: int, rowwise: bool) -> _Form:
     num_rows = next(n for n in _NUM_ROWS if n != dim)
     block = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
     init, update, shapes = _trace(tx, states[num_rows], block)
-    _refuse_changed(states[num_rows], shapes[1], leaves)
+    (old, old_tree), (new, new_tree) = map(tree_util.tree_flatten, (states[num_rows], shapes[1]))
+    if old_tree != new_tree or [leaf.shape for leaf in old] != [leaf.shape for leaf in new]:
+        raise _refusal("its state changes its structure or shapes in an update", "Use another optimizer")
 
     kinds = [0 if leaf.is_row else None for leaf in leaves]
     first = separable.dependences(init, [0], num_rows)
@@ -368,14 +369,6 @@ def _trace(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
             "What needs the loss, or other arguments, cannot be lifted: leave it out",
         ) from error
     return jax.make_jaxpr(init)(block), traced, shapes
-
-
-def _refuse_changed(old: Any, new: Any, leaves: tuple[_Leaf, ...]) -> None:
-    same = tree_util.tree_structure(old) == tree_util.tree_structure(new)
-    if not same or any(
-        a.shape != b.shape for a, b in zip(tree_util.tree_leaves(old), tree_util.tree_leaves(new), strict=True)
-    ):
-        raise _refusal("its state changes its structure or shapes in an update", "Use another optimizer")
 
 
 def _refuse_dependences(found: list[separable.Dependence], *, rowwise: bool) -> None:

@@ -132,6 +132,7 @@ class Limited(Optimizer):
     """The number of its row update; it applies where `_is_plain()`."""
     _states: ClassVar[tuple[str, ...]] = ()
     """Names of its state, where that has a number for each column, 0 at first."""
+    _needs_positive_rate: ClassVar[bool] = False
 
     limits: Limits | None = dataclasses.field(default=None, kw_only=True)
 
@@ -145,6 +146,10 @@ class Limited(Optimizer):
         if self.limits == Limits():
             object.__setattr__(self, "limits", None)
         checks.check_fields(self, f"optim.{self.name}")
+        if self._needs_positive_rate and not callable(self.learning_rate) and not self.learning_rate > 0:
+            raise ValueError(
+                f"optim.{self.name}: learning_rate: got {self.learning_rate!r}, wanted a positive number or a schedule."
+            )
 
     @property
     def kernel(self) -> int:
@@ -167,12 +172,6 @@ class Limited(Optimizer):
     @abc.abstractmethod
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """Steps one row without limits."""
-
-    def _check_positive_rate(self) -> None:
-        if not callable(self.learning_rate) and not self.learning_rate > 0:
-            raise ValueError(
-                f"optim.{self.name}: learning_rate: got {self.learning_rate!r}, wanted a positive number or a schedule."
-            )
 
     def _check_momentum(self) -> None:
         if self.nesterov and self.momentum is None:

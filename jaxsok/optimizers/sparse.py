@@ -61,6 +61,7 @@ class Ftrl(Limited):
     """
 
     name: ClassVar[str] = "ftrl"
+    _needs_positive_rate: ClassVar[bool] = True
     l21 = 0.0  # a field of GroupFtrl; not annotated here, so that it is none of this class
     learning_rate_power: float = checks.declare(-0.5, checks.number, high=0, wanted="a number not above 0")
     initial_accumulator_value: float = not_negative(0.1)
@@ -68,10 +69,6 @@ class Ftrl(Limited):
     l2: float = not_negative(0.0)
     l2_shrinkage: float = not_negative(0.0)
     beta: float = not_negative(0.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_positive_rate()
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("z", dim, 0.0))
@@ -145,6 +142,7 @@ class GroupAdam(Limited):
     """
 
     name: ClassVar[str] = "group_adam"
+    _needs_positive_rate: ClassVar[bool] = True
     _states: ClassVar[tuple[str, ...]] = ("m", "v", "held")
     b1: float = share(0.9)
     b2: float = share(0.999)
@@ -152,10 +150,6 @@ class GroupAdam(Limited):
     l1: float = not_negative(0.0)
     l2: float = not_negative(0.0)
     l21: float = not_negative(0.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_positive_rate()
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))

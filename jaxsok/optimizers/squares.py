@@ -141,17 +141,10 @@ class AdagradDecay(Limited):
     name: ClassVar[str] = "adagrad_decay"
     initial_accumulator_value: float = positive(0.1)
     decay_step: int = checks.declare(100_000, checks.integer, low=1, high=2**32 - 1, wanted=_DECAY_STEP)
-    decay_rate: float = positive(0.9)
+    decay_rate: float = checks.declare(
+        0.9, checks.number, low=checks.ABOVE_ZERO, high=math.nextafter(1.0, 0.0), wanted="a number in (0.0, 1.0)"
+    )
     weight_decay: float = not_negative(0.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.number(
-            "optim.adagrad_decay: decay_rate",
-            self.decay_rate,
-            high=math.nextafter(1.0, 0.0),
-            wanted="a number in [0.0, 1.0)",
-        )
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("num_decays", 1, 0.0))
