@@ -14,7 +14,7 @@ from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
-from jaxsok.serving.padding import NO_KEYS
+from jaxsok.serving.padding import NO_KEYS, slices
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
 
@@ -60,8 +60,7 @@ class Change:
         most = max(1, PIECE_BYTES // self.table.row_bytes)
         for records in self.source.chunks():
             check_records("update", self.table, records)
-            for start in range(0, records.num_rows, most):
-                yield records.take(slice(start, start + most))
+            yield from map(records.take, slices(records.num_rows, most))
 
     def find_gone(self, row_map: RowMap, number: int) -> np.ndarray:
         """Finds the keys that it removes from a table."""
