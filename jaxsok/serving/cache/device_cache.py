@@ -152,7 +152,7 @@ class DeviceCache:
         return CachedTables(tables, of.version, found.hit_rates, of.source)
 
     def _ask(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
-        found = Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
+        found = Found(self._spec, request, *self.stores.query(request.batches, is_expanded))
         return found, self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
