@@ -352,7 +352,7 @@ def pack_stores(
         parts = [read[spec.name] for spec in features_of(store, features)]
         packed.append(
             StoreFeatures(
-                _join([part.words for part in parts]) if parts else keys_lib.padding_words((1,)),
+                join([part.words for part in parts]) if parts else keys_lib.padding_words((1,)),
                 _join_some([part.offsets for part in parts], np.int32),
                 _join_some([part.weights for part in parts], np.float32),
                 layouts_of(store, parts),
@@ -442,11 +442,11 @@ def _join_some(arrays: Sequence[Any], dtype: Any) -> Any:
     some = [array for array in arrays if array is not None]
     if not some:
         return None
-    joined = _join(some)
+    joined = join(some)
     return joined if joined.shape[0] else np.zeros(1, dtype)
 
 
-def _join(arrays: Sequence[Any]) -> Any:
+def join(arrays: Sequence[Any]) -> Any:
     """Joins arrays; NumPy parts are joined on the host, so that one transfer carries them."""
     if any(isinstance(array, jax.Array) for array in arrays):
         return jnp.concatenate([jnp.asarray(array) for array in arrays])

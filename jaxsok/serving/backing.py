@@ -17,7 +17,7 @@ from jaxsok.records import Records, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records, require_tables
 from jaxsok.serving.fused import find_rows
-from jaxsok.serving.padding import key_words, padded_size
+from jaxsok.serving.padding import key_words, padded_size, slices
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import KEYS_AT_A_TIME, RowMap, host_device
 from jaxsok.types import NO_ROW
@@ -131,8 +131,8 @@ class HostRows(RowSource):
 
     def _in_parts(self, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]) -> Any:
         keys, parts = np.asarray(keys, np.uint64), []
-        for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
-            part = keys[start : start + KEYS_AT_A_TIME]
+        for some in slices(max(1, len(keys)), KEYS_AT_A_TIME):
+            part = keys[some]
             padded = key_words(part, padded_size(len(part), _LEAST_KEYS))
             self._asked[what, len(padded)] = None
             found = fetch(jax.device_put(padded, host_device()))
@@ -156,8 +156,7 @@ class HostRows(RowSource):
         keys, row_ids = self._maps[store].keys_of(number)
         of_store = self._maps[store].frequencies
         frequency = None if of_store is None or not of_store[row_ids].any() else of_store[row_ids]
-        for start in range(0, len(keys), chunk_rows):
-            some = slice(start, start + chunk_rows)
+        for some in slices(len(keys), chunk_rows):
             rows, _ = self.fetch(table, keys[some])
             yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
 

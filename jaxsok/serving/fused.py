@@ -143,14 +143,14 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         sizes = num_keys, num_bags, is_ragged * (num_bags + 1), is_weighted * num_keys, num_tiles(num_bags)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     bags = [part for part in parts if part.combiner is not None]
-    keys = _join([part.words for part in parts], keys_lib.padding_words((0,)))
-    offsets = _join([part.offsets for part in bags if part.offsets is not None], np.zeros(0, np.int32))
-    weights = _join([part.weights for part in bags if part.weights is not None], np.zeros(0, np.float32))
+    keys = features.join([part.words for part in parts])
+    offsets = features.join([part.offsets for part in bags if part.offsets is not None] or [np.zeros(0, np.int32)])
+    weights = features.join([part.weights for part in bags if part.weights is not None] or [np.zeros(0, np.float32)])
     return kernels.FrozenOperands(
         index=store.index,
         counters=store.counters,
         tables=words,
-        batch=(keys, offsets, weights, _features(lines)),
+        batch=(jnp.asarray(keys), jnp.asarray(offsets), jnp.asarray(weights), _features(lines)),
         rows=store.rows,
         scales=store.scales[0] if store.scales else None,
         host_rows=store.host_rows,
@@ -260,15 +260,6 @@ def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]
     if all(isinstance(word, int) for line in lines for word in line):
         return jnp.asarray(np.array(lines, np.int32).reshape(-1, types.NUM_FEATURE_WORDS))
     return jnp.stack([jnp.stack([jnp.asarray(word, jnp.int32) for word in line]) for line in lines])
-
-
-def _join(arrays: Sequence[Any], empty: np.ndarray) -> Array:
-    if not arrays:
-        return jnp.asarray(empty)
-    if all(isinstance(array, np.ndarray) for array in arrays):
-        return jnp.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-    arrays = [jnp.asarray(array) for array in arrays]
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
 def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:

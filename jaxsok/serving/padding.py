@@ -1,5 +1,6 @@
 """Fills arrays up to a power of two, so that programs are few."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,11 @@ PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)  # both words of PADDING_KEY
 def padded_size(num_keys: int, least: int) -> int:
     """Returns the least power of two from `least` on that has room for the keys."""
     return max(least, 1 << max(0, num_keys - 1).bit_length())
+
+
+def slices(size: int, most: int) -> Iterator[slice]:
+    """Yields slices of at most `most` that cover an axis of a size."""
+    return (slice(start, min(start + most, size)) for start in range(0, size, most))
 
 
 def fill_up(array: Any, size: int, value: Any = 0) -> Any:

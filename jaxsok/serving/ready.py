@@ -124,13 +124,10 @@ class Ready(Generic[Program]):
     def has(self, where: Any, program: Program) -> bool:
         """Checks for a compiled program, which the caller is about to call."""
         with self._lock:
-            self._used[program] = None
-            self._used.move_to_end(program)
-            while len(self._used) > MOST_USED:
-                self._used.popitem(last=False)
+            _put_last(self._used, program, MOST_USED)
             is_made = program in self._made.get(where, ())
             if is_made:
-                self._made[where].move_to_end(program)
+                _put_last(self._made[where], program, MOST_MADE)
             return is_made
 
     def need(self, where: Any, program: Program) -> None:
@@ -149,10 +146,7 @@ class Ready(Generic[Program]):
             self._compile(where, program)
             with self._lock:
                 if self._places is None or where in self._places:
-                    made = self._made.setdefault(where, collections.OrderedDict())
-                    made[program] = None
-                    while len(made) > MOST_MADE:
-                        made.popitem(last=False)
+                    _put_last(self._made.setdefault(where, collections.OrderedDict()), program, MOST_MADE)
 
     def make_in_background(self, where: Any, program: Program) -> None:
         """Compiles a program in a thread, for which no request waits."""
@@ -169,6 +163,14 @@ class Ready(Generic[Program]):
         with self._lock:
             self._places = tuple(places)
             self._made = {where: made for where, made in self._made.items() if where in self._places}
+
+
+def _put_last(programs: collections.OrderedDict[Any, None], program: Any, most: int) -> None:
+    """Makes a program the last one, and forgets the first ones beyond `most`."""
+    programs[program] = None
+    programs.move_to_end(program)
+    while len(programs) > most:
+        programs.popitem(last=False)
 
 
 class Form:

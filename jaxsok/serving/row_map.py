@@ -19,7 +19,7 @@ from jaxsok import types
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
-from jaxsok.serving.padding import fill_up, key_words, padded_size
+from jaxsok.serving.padding import fill_up, key_words, padded_size, slices
 
 # Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are still short, and less than
 # one key in 10^9 finds no entry within the kernels' bound; then the index is made larger.
@@ -39,8 +39,7 @@ class RowMap:
     """
 
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
-        if not 1 <= capacity <= types.MAX_CAPACITY:
-            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {types.MAX_CAPACITY}.")
+        _check_capacity(capacity)
         self.num_tables = num_tables
         self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
         counters = np.zeros(len(types.COUNTERS), np.uint32)
@@ -126,9 +125,7 @@ class RowMap:
         """Adds free rows; those in use keep their places."""
         if capacity <= self.capacity:
             return
-        most = types.MAX_CAPACITY
-        if capacity > most:
-            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {most}.")
+        _check_capacity(capacity)
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, UNUSED))
         rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
@@ -151,8 +148,7 @@ class RowMap:
         """Pads keys and table ids in parts; gives them with the number of real keys."""
         if not 0 <= table < self.num_tables:
             raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
-        for start in range(0, len(keys), KEYS_AT_A_TIME):
-            part = keys[start : start + KEYS_AT_A_TIME]
+        for part in (keys[some] for some in slices(len(keys), KEYS_AT_A_TIME)):
             size = padded_size(len(part), _LEAST_KEYS)
             yield key_words(part, size), np.full(size, table, np.uint32), len(part)
 
@@ -170,6 +166,11 @@ class RowMap:
     def _rebuild(self, counters: Array, num_buckets: int) -> None:
         index, counters = _rebuild(counters, self._arrays.records, num_buckets)
         self._arrays = dataclasses.replace(self._arrays, index=index, counters=counters)
+
+
+def _check_capacity(capacity: int) -> None:
+    if not 1 <= capacity <= types.MAX_CAPACITY:
+        raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {types.MAX_CAPACITY}.")
 
 
 def draw_salt() -> np.ndarray:

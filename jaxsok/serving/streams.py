@@ -104,9 +104,6 @@ class _Stream:
                 f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again."
             ) from error
 
-    def command(self, *words: Any) -> Any:
-        return self.call(lambda client: client.execute_command(*words))
-
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:
         """Reads the versions behind an entry; waits for one if there is none."""
         if wait_s:
@@ -198,7 +195,7 @@ class Publisher:
                 pipeline.xdel(stream.name, old.id).unlink(old.payload)
             return pipeline.execute()
 
-        if stream.command("LLEN", payload) != num_chunks:
+        if stream.call(lambda client: client.llen(payload)) != num_chunks:
             raise ServingError(
                 f'publish: folder: got "{path}", whose chunks Redis has dropped while they were sent, wanted all '
                 f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
@@ -343,8 +340,8 @@ class Follower:
             return pathlib.Path(entry.path)
         path = folder / entry.uuid
         path.mkdir()
-        read = functools.partial(self._stream.command, "LINDEX", entry.payload)
-        chunks = map(read, itertools.count())
+        payload = entry.payload
+        chunks = (self._stream.call(lambda client, i=i: client.lindex(payload, i)) for i in itertools.count())
         for name, size in entry.files:
             with (path / name).open("wb") as file:
                 while (rest := size - file.tell()) > 0:

@@ -8,7 +8,7 @@ would push real rows out, and a newer version may have them. They count for the 
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import Batch, DeviceStores
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
-from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size
+from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, PADDING_KEY
 
@@ -152,7 +152,7 @@ class DeviceCache:
         return CachedTables(tables, of.version, found.hit_rates, of.source)
 
     def _ask(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
-        found = Found.of(self._spec, request, *self.stores.query(request.batches, is_expanded))
+        found = Found(self._spec, request, *self.stores.query(request.batches, is_expanded))
         return found, self._fetcher.fetch(found, request.num_keys, self.hit_rate_threshold)
 
     def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
@@ -192,8 +192,9 @@ class DeviceCache:
         start, num_before = self.stores.snapshot(), self.stats().inserted
         for name, share in self._shares.items():
             table, hottest = start.source.tables[name], hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
-            chunks = list(_chunks(hottest.num_rows, ROWS_AT_A_TIME))
-            for chunk in reversed(chunks):  # the hottest rows come last: they count as the most recent
+            for chunk in reversed(
+                list(slices(hottest.num_rows, ROWS_AT_A_TIME))
+            ):  # the hottest rows come last: they count as the most recent
                 keys = hottest.keys[chunk]
                 if table.is_quantized:  # only the source has their bits
                     rows, is_found = fetch_lines(start.source, name, keys)
@@ -224,7 +225,7 @@ class DeviceCache:
             num_refreshed, cached = 0, self.cached_keys()
             share = math.ceil(sum(map(len, cached.values())) * (self.refresh_fraction or 1.0))
             for name, keys in cached.items():
-                for chunk in _chunks(len(keys), min(max(1, share), ROWS_AT_A_TIME)):
+                for chunk in slices(len(keys), min(max(1, share), ROWS_AT_A_TIME)):
                     written, gone = self._batches_of(self.source, name, keys[chunk])
                     num_refreshed += self.stores.rewrite([*written, *self.stores.batches({name: (gone, None)})])
             return num_refreshed
@@ -263,7 +264,7 @@ class DeviceCache:
         gone: dict[str, tuple[np.ndarray, None]] = {}
         for name, keys in changed.items():
             of_table = [NO_KEYS]
-            for chunk in _chunks(len(keys), ROWS_AT_A_TIME):
+            for chunk in slices(len(keys), ROWS_AT_A_TIME):
                 cached = keys[chunk][self.stores.contains(name, keys[chunk])]
                 if len(cached):
                     written, missing = self._batches_of(source, name, cached)
@@ -335,10 +336,6 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
-
-
-def _chunks(size: int, most: int) -> Iterator[slice]:
-    return (slice(start, start + most) for start in range(0, size, most))
 
 
 def _distinct_keys(name: str, keys: Any) -> np.ndarray:

@@ -64,28 +64,25 @@ class Request:
             self.batches.append((np.concatenate([*words[s], padding[0]]), np.concatenate([*ids[s], padding[1]])))
 
 
-@dataclasses.dataclass(frozen=True)
 class Found:
-    """The result of a query on the host."""
+    """The result of a query on the host: hit rates, and the keys of misses if there are any."""
 
-    out: Queried
-    hit_rates: dict[str, float]
-    missed: dict[str, tuple[np.ndarray, np.ndarray]]  # by table: places among the store's distinct keys, and the keys
-    num_distinct: dict[str, int]  # by table
-    snapshot: Snapshot  # whose rows these are
-
-    @classmethod
-    def of(cls, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, snapshot: Snapshot) -> "Found":
-        """Reads hit rates, and the keys of misses if there are any."""
+    def __init__(
+        self, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, snapshot: Snapshot
+    ) -> None:
+        self.out, self.snapshot = out, snapshot  # the snapshot whose rows these are
+        self.hit_rates: dict[str, float] = {}
+        self.num_distinct: dict[str, int] = {}  # by table
+        # By table: places among the store's distinct keys, and the keys.
+        self.missed: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         starts = np.cumsum([0, *(len(tables) for tables in spec.stores)])
-        distinct, rates, missed = {}, {}, {}
         records: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for part in request.parts:
             s, number = spec.places[part.name]
             num_distinct, num_missed = counts[starts[s] + number, :2].tolist()
-            distinct[part.name] = num_distinct
+            self.num_distinct[part.name] = num_distinct
             # Not 1 - misses ÷ distinct, which may miss a threshold of 0.1 by rounding.
-            rates[part.name] = (num_distinct - num_missed) / num_distinct if num_distinct else 1.0
+            self.hit_rates[part.name] = (num_distinct - num_missed) / num_distinct if num_distinct else 1.0
             if not num_missed:
                 continue
             if s not in records:
@@ -96,8 +93,7 @@ class Found:
                 places = np.flatnonzero((row_ids == NO_ROW) & (keys != np.uint64(PADDING_KEY)))
                 records[s] = places, keys[places], lines[places, 2]
             places, keys, ids = records[s]
-            missed[part.name] = places[ids == number], keys[ids == number]
-        return cls(out, rates, missed, distinct, snapshot)
+            self.missed[part.name] = places[ids == number], keys[ids == number]
 
 
 @dataclasses.dataclass(frozen=True)

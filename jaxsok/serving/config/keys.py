@@ -24,6 +24,7 @@ class Kind:
     wanted: str  # in words
     parse: Callable[[Any], Any]  # the value as a field has it; WRONG if it is none
     items: "Kind | None" = None  # of a list: what its entries may be
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)  # values that only HPS has, with what to do
 
 
 def instance(kind: type, wanted: str) -> Kind:
@@ -50,13 +51,13 @@ def number(least: float = -math.inf, most: float = math.inf) -> Kind:
     return Kind(wanted, parse)
 
 
-def among(names: Mapping[str, Sequence[str]] | Sequence[str]) -> Kind:
-    """Allows one of some names; a mapping gives the other names of each, which HPS takes as well."""
+def among(names: Mapping[str, Sequence[str]] | Sequence[str], **refused: str) -> Kind:
+    """Allows one of some names, but for `refused` ones; a mapping gives the other names of each, as HPS takes them."""
     meant = {name: name for name in names}
     if isinstance(names, Mapping):
         meant |= {other: name for name, others in names.items() for other in others}
-    wanted = "one of " + ", ".join(f'"{name}"' for name in names)
-    return Kind(wanted, lambda value: meant.get(value, WRONG) if isinstance(value, str) else WRONG)
+    wanted = "one of " + ", ".join(f'"{name}"' for name in names if name not in refused)
+    return Kind(wanted, lambda value: meant.get(value, WRONG) if isinstance(value, str) else WRONG, refused=refused)
 
 
 def list_of(items: Kind, wanted: str) -> Kind:
@@ -89,21 +90,30 @@ WHOLE_SECONDS = Kind(  # a fraction is cut off, as in HPS
     lambda value: COUNT.parse(math.trunc(value) if isinstance(value, float) and math.isfinite(value) else value),
 )
 UNREAD = Kind("a number, a string, true, false, null, or a list of them", _parse_any)  # of a key that is not read
-DATABASE = among(
-    {
-        "disabled": ("disable", "none"),
-        "hash_map": ("hashmap", "hash", "map"),
-        "parallel_hash_map": ("parallel_hashmap", "parallel_hash", "parallel_map"),
-        "multi_process_hash_map": ("multi_process_hashmap", "multi_process_hash", "multi_process_map"),
-        "redis_cluster": ("redis",),
-        "rocks_db": ("rocksdb", "rocks"),
-    }
+_DATABASES = {
+    "disabled": ("disable", "none"),
+    "hash_map": ("hashmap", "hash", "map"),
+    "parallel_hash_map": ("parallel_hashmap", "parallel_hash", "parallel_map"),
+    "multi_process_hash_map": ("multi_process_hashmap", "multi_process_hash", "multi_process_map"),
+    "redis_cluster": ("redis",),
+    "rocks_db": ("rocksdb", "rocks"),
+}
+VOLATILE_TYPE = among(
+    _DATABASES,
+    multi_process_hash_map="memory shared by processes is not there: take redis_cluster, or serve from one",
+    rocks_db="RocksDB is no volatile database: take it as the type of persistent_db",
+)
+_NOT_PERSISTENT = "it is no persistent database: leave the block out, or take the type for volatile_db"
+PERSISTENT_TYPE = among(
+    _DATABASES, **{name: _NOT_PERSISTENT for name in _DATABASES if name not in ("disabled", "rocks_db")}
 )
 OVERFLOW_POLICY = among({"evict_random": ["random"], "evict_least_used": ["least_used"], "evict_oldest": ["oldest"]})
 _STREAM = among({"redis_stream": (), "kafka_message_queue": ("kafka_mq", "kafka")})
+_NO_KAFKA = "Kafka is not there: take redis_stream, or leave the block out, and bring updates by Session.update or by "
 UPDATE_TYPE = Kind(
-    'null, "redis_stream" or "kafka_message_queue"',
+    'null or "redis_stream"',
     lambda value: None if isinstance(value, str | None) and value in (None, "null", "none") else _STREAM.parse(value),
+    refused={"kafka_message_queue": f"{_NO_KAFKA}`python -m jaxsok serve --watch`"},
 )
 
 

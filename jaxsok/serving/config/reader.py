@@ -22,25 +22,6 @@ _BLOCKS = {
     "a model's block jaxsok": values_lib.MODEL_KEYS["jaxsok"],
     **values_lib.DATABASE_KEYS,
 }
-_WANTED_TYPES = {
-    "volatile_db": 'one of "hash_map", "parallel_hash_map", "redis_cluster", "disabled"',
-    "persistent_db": 'one of "rocks_db", "disabled"',
-    "update_source": 'null or "redis_stream"',
-}
-_REFUSED_TYPES: dict[str, dict[str, str]] = {  # with the reason
-    "volatile_db": {
-        "multi_process_hash_map": "memory shared by processes is not there: take redis_cluster, or serve from one",
-        "rocks_db": "RocksDB is no volatile database: take it as the type of persistent_db",
-    },
-    "persistent_db": dict.fromkeys(
-        ("hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster"),
-        "it is no persistent database: leave the block out, or take the type for volatile_db",
-    ),
-    "update_source": {
-        "kafka_message_queue": "Kafka is not there: take redis_stream, or leave the block out, and bring updates by "
-        "Session.update or by `python -m jaxsok serve --watch`"
-    },
-}
 MOST_IN_REDIS = 2**18 - 1  # keys in a command: with more, HPS's manual warns of obscure errors
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 
@@ -141,10 +122,11 @@ class _Reader:
         top = self.block("", given, values_lib.TOP_KEYS)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
-        volatile, persistent, updates = (self.database(name, top) for name in values_lib.DATABASE_KEYS)
-        update_source = _make(UpdateSource, updates)
-        volatile_db = _make(VolatileDb, volatile) if "volatile_db" in given else VolatileDb("parallel_hash_map")
-        persistent_db = _make(PersistentDb, persistent)
+        of_block = {name: self.block(name, top[name] or {}, keys) for name, keys in values_lib.DATABASE_KEYS.items()}
+        update_source = _make(UpdateSource, of_block["update_source"])
+        volatile_db, persistent_db = VolatileDb("parallel_hash_map"), _make(PersistentDb, of_block["persistent_db"])
+        if "volatile_db" in given:
+            volatile_db = _make(VolatileDb, of_block["volatile_db"])
         for name in values_lib.OLDER_DATABASES:
             self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
@@ -218,6 +200,8 @@ class _Reader:
                 unquoted = json.loads(given) if isinstance(given, str) else WRONG
             is_quoted = kind.parse(unquoted) is not WRONG
             self.refuse(path, given, kind.wanted, "write it without quotes" if is_quoted else "")
+        if isinstance(parsed, str) and parsed in kind.refused:
+            self.refuse(path, parsed, kind.wanted, kind.refused[parsed])
         if kind.items is not None:
             return tuple(self.value(f"{path}[{i}]", item, kind.items) for i, item in enumerate(parsed))
         return parsed
@@ -233,13 +217,6 @@ class _Reader:
     def note_no_effect(self, path: str, value: Any, reason: str) -> None:
         """Notes a key; the first reason stands."""
         self.without.setdefault(path, values_lib.WithoutEffect(path, _freeze(value), reason))
-
-    def database(self, name: str, top: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the block of a database; refuses types that jaxsok does not have."""
-        values = self.block(name, top[name] or {}, values_lib.DATABASE_KEYS[name])
-        if (remedy := _REFUSED_TYPES[name].get(values["type"])) is not None:
-            self.refuse(f"{name}.type", values["type"], _WANTED_TYPES[name], remedy)
-        return values
 
     def check_updates(self, given: Mapping[str, Any], updates: UpdateSource) -> None:
         """Refuses a stream without a server; notes keys that set nothing without a stream."""

@@ -152,7 +152,9 @@ class ModelConfig:
 class VolatileDb:
     """`volatile_db`: rows under the device's cache, in host memory or in Redis. All keys but `type` are of Redis."""
 
-    type: Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"] = declare(keys.DATABASE, "disabled")
+    type: Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"] = declare(
+        keys.VOLATILE_TYPE, "disabled"
+    )
     """Both maps are jaxsok's host store, which holds every row. "disabled" is for models with all rows elsewhere."""
     address: str = declare(keys.SOME_TEXT, "127.0.0.1:7000")
     """`host[:port]` of a node of the cluster, or of a single server; of several, by commas, the first that answers."""
@@ -192,7 +194,7 @@ class VolatileDb:
 class PersistentDb:
     """`persistent_db`: rows on disk, asked for keys that `volatile_db` does not have."""
 
-    type: Literal["disabled", "rocks_db"] = declare(keys.DATABASE, "disabled")
+    type: Literal["disabled", "rocks_db"] = declare(keys.PERSISTENT_TYPE, "disabled")
     path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
     num_threads: int = declare(keys.POSITIVE, 16)
     """Background threads of RocksDB."""

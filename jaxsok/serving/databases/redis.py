@@ -20,6 +20,7 @@ import numpy as np
 from jaxsok.serving.config import VolatileDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
+from jaxsok.serving.padding import slices
 
 try:
     import redis
@@ -138,7 +139,7 @@ class RedisDatabase(Database):
             yield names[part], where, [fields[place] for place in where]
 
     def _cut(self, fields: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-        return (fields[start : start + self.max_batch_size] for start in range(0, len(fields), self.max_batch_size))
+        return (fields[part] for part in slices(len(fields), self.max_batch_size))
 
     def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Sends commands, all at once, and gives their replies."""

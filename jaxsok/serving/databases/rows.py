@@ -20,6 +20,7 @@ from jaxsok.serving.backing import IsFound, Keys, Rows, RowSource
 from jaxsok.serving.config.keys import HPS_NAME
 from jaxsok.serving.errors import DatabaseError, ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable
+from jaxsok.serving.padding import slices
 from jaxsok.serving.ready import Background
 from jaxsok.types import PADDING_KEY
 
@@ -137,8 +138,7 @@ class DatabaseRows(RowSource):
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         for keys in self.keys(table):
-            for start in range(0, len(keys), chunk_rows):
-                some = keys[start : start + chunk_rows]
+            for some in (keys[part] for part in slices(len(keys), chunk_rows)):
                 rows, is_found = self.fetch(table, some)
                 yield Records(some[is_found], rows[is_found])
 
@@ -182,8 +182,7 @@ class DatabaseRows(RowSource):
 
     def _batches(self, database: Database, keys: Keys, places: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the places of some keys in batches, with the keys as a database has them."""
-        for start in range(0, len(places), database.max_batch_size):
-            where = places[start : start + database.max_batch_size]
+        for where in (places[part] for part in slices(len(places), database.max_batch_size)):
             yield where, keys[where].astype(self._key_dtype)
 
     def _name(self, op: str, table: str) -> str:

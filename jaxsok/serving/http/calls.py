@@ -3,7 +3,7 @@
 import abc
 import collections
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +16,8 @@ from jaxsok.serving.http.remote import join, split
 from jaxsok.serving.model.served import check_bits
 
 Arrays = dict[str, np.ndarray]
-Calls = Generator[tuple[Mapping[str, Any], Sequence["ParsedRequest"]], Any, list[tuple[Arrays, int]]]
+Results = list[tuple[Arrays, int]]  # the arrays of each request, and their version
+Ask = Callable[[Mapping[str, Any], int], Awaitable[Any]]  # calls the session for some requests: arrays, their number
 _PARTS = ("values", "lengths", "weights")  # of ragged bags
 
 
@@ -46,29 +47,27 @@ class _Calls(abc.ABC):
     max_keys: int  # of one request
     op: ClassVar[str]
 
-    def run(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
-        """Runs requests in as few calls of the session as they allow; gives each its arrays, and their version."""
-        calls, answer = self.calls(model, requests), None
-        while True:
-            try:
-                arrays, _ = calls.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = getattr(self.session, self.op)(arrays, model=model)
+    def run(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
+        """Runs requests in as few calls of the session as they allow, in this thread."""
 
-    async def run_remote(self, model: str, requests: Sequence[ParsedRequest]) -> list[tuple[Arrays, int]]:
-        """Runs requests as `run` does, over a `Remote`."""
-        calls, answer = self.calls(model, requests), None
+        async def ask(arrays: Mapping[str, Any], _: int) -> Any:
+            return getattr(self.session, self.op)(arrays, model=model)
+
+        answer = self.answer(model, requests, ask)
         while True:
             try:
-                arrays, some = calls.send(answer)
+                answer.send(None)  # runs all of it, since `ask` waits for no event loop
             except StopIteration as end:
                 return end.value
-            answer = await getattr(self.session, self.op)(arrays, model, num_requests=len(some))
+
+    async def run_remote(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
+        """Runs requests as `run` does, over a `Remote`."""
+        ask = getattr(self.session, self.op)
+        return await self.answer(model, requests, lambda arrays, number: ask(arrays, model, num_requests=number))
 
     @abc.abstractmethod
-    def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
-        """Yields the arrays of each call, and the requests that share it; takes its answer, and returns the results."""
+    async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
+        """Joins requests to calls of the session, and splits its answers."""
 
 
 class Lookups(_Calls):
@@ -104,12 +103,12 @@ class Lookups(_Calls):
         """Makes of the rows what a front end takes."""
         return {"": join(rows)}
 
-    def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
+    async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
-        answer = yield joined, requests
+        answer = await ask(joined, len(requests))
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
         results, ends = [], dict.fromkeys(names, 0)
         for request in requests:
@@ -189,7 +188,7 @@ class Predictions(_Calls):
     def give(self, outputs: Arrays) -> Arrays:
         return outputs
 
-    def calls(self, model: str, requests: Sequence[ParsedRequest]) -> Calls:
+    async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
         """Gives each request its outputs, and the version.
 
         Requests share a call if their samples have one shape and each output has a row for each sample: a mean over the
@@ -201,28 +200,27 @@ class Predictions(_Calls):
             groups.setdefault(_shapes(request) if can_join else number, []).append(number)
         results: list[Any] = [None] * len(requests)
         for numbers in groups.values():
-            found = yield from self._run_joined(known, [requests[number] for number in numbers])
+            found = await _run_joined(known, [requests[number] for number in numbers], ask)
             for number, result in zip(numbers, found, strict=True):
                 results[number] = result
         return results
 
-    def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> Calls:
-        joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-        answer = yield joined, requests
-        outputs = {name: np.asarray(value) for name, value in answer.items()}
-        for name, value in outputs.items():
-            if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
-                outputs[name] = value.astype(np.float32)  # both formats have this dtype
-        if len(requests) == 1:
-            return [(outputs, int(answer.version))]
-        if answer.version != known.version:  # the dense model may be one whose results cannot be cut
-            results = []
-            for request in requests:
-                results += yield from self._run_joined(known, [request])
-            return results
-        ends = np.cumsum([request.num_samples for request in requests])[:-1]
-        parts = {name: np.split(value, ends) for name, value in outputs.items()}
-        return [({name: parts[name][i] for name in parts}, int(answer.version)) for i in range(len(requests))]
+
+async def _run_joined(known: Any, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
+    """Runs predictions in one call."""
+    joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
+    answer = await ask(joined, len(requests))
+    outputs = {name: np.asarray(value) for name, value in answer.items()}
+    for name, value in outputs.items():
+        if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
+            outputs[name] = value.astype(np.float32)  # both formats have this dtype
+    if len(requests) == 1:
+        return [(outputs, int(answer.version))]
+    if answer.version != known.version:  # the dense model may be one whose results cannot be cut
+        return [(await _run_joined(known, [request], ask))[0] for request in requests]
+    ends = np.cumsum([request.num_samples for request in requests])[:-1]
+    parts = {name: np.split(value, ends) for name, value in outputs.items()}
+    return [({name: parts[name][i] for name in parts}, int(answer.version)) for i in range(len(requests))]
 
 
 def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -122,7 +122,8 @@ class Remote:
                 connection.connect(self._path)
                 self._local.connection = connection
             connection.sendall(pack((op, about), {}))
-            answer = _receive_frame(connection)
+            with connection.makefile("rb") as file:  # no more than the answer comes, so it reads nothing beyond
+                answer = [_receive(file, size) for size in SIZES.unpack(_receive(file, SIZES.size))]
         except OSError:
             self._local.connection = None  # the next request may have another
             connection.close()
@@ -194,15 +195,8 @@ def _open(answer: Sequence[bytes | memoryview]) -> tuple[Any, dict[str, Any]]:
     return head, found
 
 
-def _receive_frame(connection: socket.socket) -> list[bytes]:
-    return [_receive(connection, size) for size in SIZES.unpack(_receive(connection, SIZES.size))]
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    parts, missing = list[bytes](), num_bytes
-    while missing:  # more than once only if a signal came
-        parts.append(connection.recv(missing, socket.MSG_WAITALL))
-        if not parts[-1]:
-            raise OSError("the process of the session has ended")
-        missing -= len(parts[-1])
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _receive(file: BinaryIO, num_bytes: int) -> bytes:
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
+        raise OSError("the process of the session has ended")
+    return data

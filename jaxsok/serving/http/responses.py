@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxsok.serving import errors
@@ -45,6 +45,8 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, ClientDisconnect):
+        return Refusal(499, "client_closed", "the client left")
     if isinstance(error, errors.DatabaseError):
         _log.error("%s: %s", op, error)
         return Refusal(503, "database", f"{op}: a database does not answer; ask again later.", {"Retry-After": "1"})

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import signal
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -175,18 +174,6 @@ class _Protocol(HttpToolsProtocol):
         self.loop.call_later(DISCARD_S, self.timeout_keep_alive_handler)
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's configuration with a TLS context of our own."""
-
-    def __init__(self, context: ssl.SSLContext | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._context = context
-
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._context
-
-
 class Server(uvicorn.Server):
     """A server that is not ready before it stops, and whose signals end `run`, not the process.
 
@@ -205,8 +192,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self.app, self._where, self._security, self._on_ready = app, where, security, on_ready
         self.address = address_of(where, security.scheme)
-        config = _Config(
-            security.context(),
+        config = uvicorn.Config(
             self._asgi,
             interface="asgi3",
             http=_Protocol,
@@ -217,6 +203,8 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
         )
+        config.load()
+        config.ssl = security.context()  # uvicorn would read files
         # Both are fractions of a second, too, where uvicorn declares integers.
         config.timeout_keep_alive = app.options.keep_alive_s  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(config)

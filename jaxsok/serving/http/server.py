@@ -218,8 +218,6 @@ class App:
                 raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
             response = await answer(request)
             _check_held(self.held.num_bytes - request.num_bytes, len(response.body), self.options, name)
-        except ClientDisconnect:
-            response = make_response(Refusal(499, "client_closed", "the client left"))
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
@@ -423,9 +421,9 @@ class App:
         return JSONResponse(page)
 
     async def _readyz(self, request: Request) -> Response:
-        return (
-            JSONResponse({"status": "ready"}) if self.is_ready else make_response(refusal_of(ClosedError(), "readyz"))
-        )
+        if not self.is_ready:
+            return make_response(refusal_of(ClosedError(), "readyz"))
+        return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
         scrape = self.session.scrape if isinstance(self.session, Remote) else self.metrics.text

@@ -1,7 +1,7 @@
 """The next version of one store, with its own map of rows: a plan changes no data that readers use."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
-from jaxsok.serving.padding import NO_KEYS
+from jaxsok.serving.padding import NO_KEYS, slices
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
 
@@ -60,8 +60,7 @@ class Change:
         most = max(1, PIECE_BYTES // self.table.row_bytes)
         for records in self.source.chunks():
             check_records("update", self.table, records)
-            for start in range(0, records.num_rows, most):
-                yield records.take(slice(start, start + most))
+            yield from map(records.take, slices(records.num_rows, most))
 
     def find_gone(self, row_map: RowMap, number: int) -> np.ndarray:
         """Finds the keys that it removes from a table."""
@@ -99,21 +98,14 @@ def _filter_owned(source: TableSource, number: int, num_parts: int) -> TableSour
     return dataclasses.replace(source, chunks=chunks)
 
 
-@dataclasses.dataclass(frozen=True)
 class StorePlan:
-    """The next version of one store."""
+    """The next version of one store of some tables; `capacity` chooses its size from the rows needed.
 
-    store: int
-    changes: Sequence[Change]
-    numbers: Mapping[str, int]  # of its tables, by name
-    row_map: RowMap  # of the next version
-    num_needed: int  # rows in use
-    is_fresh: bool  # whether no row of the old store stays
-    changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more
+    With `keeps_places` rows that stay keep their row ids, which say whether they lie on the device.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         store: int,
         tables: Sequence[FrozenTable],
         old: RowMap,
@@ -121,28 +113,27 @@ class StorePlan:
         capacity: Callable[[int], int],
         *,
         keeps_places: bool,
-    ) -> "StorePlan":
-        """Plans a store of some tables; `capacity` chooses its size from the rows needed.
-
-        With `keeps_places` rows that stay keep their row ids, which say whether they lie on the device.
-        """
-        numbers = {table.name: number for number, table in enumerate(tables)}
+    ) -> None:
+        self.store, self.changes = store, changes
+        self._numbers = numbers = {table.name: number for number, table in enumerate(tables)}
         gone = {change.table.name: change.find_gone(old, numbers[change.table.name]) for change in changes}
-        is_fresh = not keeps_places and len(changes) == len(tables) and all(change.gone is None for change in changes)
-        if is_fresh:
-            num_needed = sum(len(change.keys) for change in changes)
-            row_map = RowMap(len(tables), capacity(num_needed))
+        are_whole = len(changes) == len(tables) and all(change.gone is None for change in changes)
+        self._is_fresh = are_whole and not keeps_places  # no row of the old store stays
+        if self._is_fresh:
+            self.num_needed = sum(len(change.keys) for change in changes)  # rows in use
+            self.row_map = RowMap(len(tables), capacity(self.num_needed))  # of the next version
         else:
-            row_map = old.copy()
+            self.row_map = old.copy()
             for name, keys in gone.items():
-                row_map.remove(numbers[name], keys)
-            found = [row_map.find(numbers[change.table.name], change.keys) for change in changes]
-            num_needed = int(row_map.table_rows.sum()) + sum(int((row_ids == NO_ROW).sum()) for row_ids in found)
-            row_map.grow(capacity(num_needed))
+                self.row_map.remove(numbers[name], keys)
+            found = [self.row_map.find(numbers[change.table.name], change.keys) for change in changes]
+            num_new = sum(int((row_ids == NO_ROW).sum()) for row_ids in found)
+            self.num_needed = int(self.row_map.table_rows.sum()) + num_new
+            self.row_map.grow(capacity(self.num_needed))
         for change in changes:
-            row_map.place(numbers[change.table.name], change.keys)
-        changed = {change.table.name: np.concatenate([change.keys, gone[change.table.name]]) for change in changes}
-        return cls(store, changes, numbers, row_map, num_needed, is_fresh, changed)
+            self.row_map.place(numbers[change.table.name], change.keys)
+        # The keys of each table that have other rows, or none any more.
+        self.changed = {change.table.name: np.concatenate([change.keys, gone[change.table.name]]) for change in changes}
 
     @property
     def piece_bytes(self) -> int:
@@ -171,7 +162,7 @@ class StorePlan:
         """Yields the changed rows as they are stored: row ids, and what `lines_of` gives."""
         for change in self.changes:
             for records in change.pieces():
-                row_ids = self.row_map.find(self.numbers[change.table.name], records.keys)
+                row_ids = self.row_map.find(self._numbers[change.table.name], records.keys)
                 if (row_ids == NO_ROW).any():
                     raise ServingError(
                         f'update: table "{change.table.name}": path: "{change.source.path}" changed while it was read; '
@@ -193,6 +184,6 @@ class StorePlan:
     def _copy(self, array: Array) -> Array:
         """Makes an array for the next version on an array's device, with its rows unless all of them leave."""
         more = self.row_map.capacity - array.shape[0]
-        if self.is_fresh:
+        if self._is_fresh:
             return jax.device_put(jnp.zeros((self.row_map.capacity, *array.shape[1:]), array.dtype), array.sharding)
         return jnp.pad(array, [(0, more), *[(0, 0)] * (array.ndim - 1)]) if more else jnp.copy(array)

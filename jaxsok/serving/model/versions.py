@@ -378,7 +378,7 @@ class Versions(AnyVersions):
         for s, mine in of_store.items():
             old, keeps_places = part.maps[s], not self._can_copy
             capacity = functools.partial(self._capacity, old, is_roomy)
-            plans.append(StorePlan.of(s, spec.stores[s], old, mine, capacity, keeps_places=keeps_places))
+            plans.append(StorePlan(s, spec.stores[s], old, mine, capacity, keeps_places=keeps_places))
         return plans
 
     def _capacity(self, row_map: RowMap, is_roomy: bool, num_needed: int) -> int:
