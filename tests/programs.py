@@ -215,9 +215,20 @@ def seconds(call):
     return time.perf_counter() - start
 
 
+def read(array):
+    """Copies an array to NumPy, part by part: JAX would keep hold of one that several devices have in host memory, and no
+    later step could take it over."""
+    if not isinstance(array, jax.Array) or len(array.addressable_shards) == 1:
+        return np.array(array)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
 def bits(array):
     """Returns the bits of an array, so that equality sees -0 and NaN; bfloat16 is of NumPy's kind "V"."""
-    array = np.ascontiguousarray(np.asarray(array))
+    array = np.ascontiguousarray(read(array))
     return array.view(np.dtype(f"u{array.dtype.itemsize}")) if array.dtype.kind in "fV" else array
 
 

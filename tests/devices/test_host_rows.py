@@ -68,7 +68,7 @@ def test_a_state_that_is_not_given_away(num_shards, device_rows):
     state, _ = run_loop(collection, raws[:6])
     features = collection.batch(raws[6]).features
     state = collection.grow(state, features)
-    before = jax.tree.map(np.array, state)
+    before = jax.tree.map(programs.read, state)
 
     @jax.jit
     def step(state, features):
@@ -81,7 +81,7 @@ def test_a_state_that_is_not_given_away(num_shards, device_rows):
     programs.assert_same_state(before, state)
     programs.assert_same_state(first, again)
     jax.tree.map(assert_same_bits, embeddings, others)
-    after = jax.tree.map(np.array, first)
+    after = jax.tree.map(programs.read, first)
     keys = np.asarray(raws[6]["user"])
     assert (collection.rows_of(first, "user", keys)[0] != collection.rows_of(state, "user", keys)[0]).any()
     # The old state continues, donated from now on; the new one does not change.
