@@ -164,6 +164,7 @@ class _Bench:
             name: int(count)
             for tier in store.tier
             for name, count in zip(TIER_COUNTERS, np.asarray(tier.counters), strict=True)
+            if name in ("num_hits", "num_fetched", "num_written", "num_ahead")
         }
 
     def _measure_bring(self, state: jaxsok.State) -> tuple[Timing, dict[str, float]]:

@@ -29,9 +29,10 @@ def bring_rows(
     does not fit is staged. With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is
     not donated.
 
-    Costs nothing where rows lie on the device. Else a pass over the row ids; where rows are missing a pass over the
-    slots (8 bytes each), and over the link a record in, and one out if it makes room, for each. Staged rows take device
-    memory for the op: one for each row id beyond the slots, with `keeps=False` one for each.
+    Costs nothing where rows lie on the device. Else a pass over the row ids; where rows come that were not foreseen a
+    pass over some of the slots (8 bytes each; 262,144, or four for each row id); and over the link a record in, and one
+    out if it makes room, for each row that comes. Staged rows take device memory for the op: one for each row id beyond
+    the slots, with `keeps=False` one for each.
     """
     if not store.tier:
         return store, store, row_ids
@@ -121,5 +122,6 @@ def release_rows(store: StoreState, flags: UInt8[Array, " capacity"]) -> StoreSt
     is_gone = flags.at[tier.owners[:, 3]].get(mode="fill", fill_value=0) != 0  # a free slot's row id is beyond all
     owners = jnp.where(is_gone[:, None], jnp.uint32(NO_ROW), tier.owners)
     last_use, priority = (jnp.where(is_gone, jnp.uint32(0), words) for words in (tier.last_use, tier.priority))
-    tier = dataclasses.replace(tier, places=tuple(places), owners=owners, last_use=last_use, priority=priority)
-    return dataclasses.replace(store, tier=(tier,))
+    counters = kernels.forget_foreseen(tier.counters)  # a row id may get another row
+    changed = {"owners": owners, "last_use": last_use, "priority": priority, "counters": counters}
+    return dataclasses.replace(store, tier=(dataclasses.replace(tier, places=tuple(places), **changed),))

@@ -216,8 +216,10 @@ def seconds(call):
 
 
 def read(array):
-    """Copies an array to NumPy, part by part: JAX would keep hold of one that several devices have in host memory, and no
-    later step could take it over."""
+    """Copies an array to NumPy, part by part.
+
+    JAX would keep hold of one that several devices have in host memory, and no later step could take it over.
+    """
     if not isinstance(array, jax.Array) or len(array.addressable_shards) == 1:
         return np.array(array)
     whole = np.empty(array.shape, array.dtype)

@@ -6,7 +6,7 @@
 //   states   float[num_slots][1|dim]      their optimizer state, an array for each piece
 //   owners   Record[num_slots]            whose row a slot holds; free_id is its row id, kNoRow: the slot is free
 //   last_use uint32[num_slots]            when the last use of a slot's row began; 0: the slot is free
-//   priority uint32[num_slots]            when the use before that began, which decides whose row leaves; see Priority
+//   priority uint32[num_slots]            when the use before that began, which decides whose row leaves; see kSingle
 //   foreseen Foreseen[num_foreseen]       what the next call will place, if nothing changes until then
 //   counters uint32[kNumTierCounters]
 //
@@ -47,13 +47,15 @@ constexpr uint32_t kPending = kMostSlots;  // of a place, inside one call: the r
 JAXSOK_HOST_DEVICE constexpr bool IsPending(uint32_t place) { return place >= kPending && place < 2 * kPending; }
 JAXSOK_HOST_DEVICE constexpr bool IsInHost(uint32_t place) { return place >= kFirstInHost && place < kFresh; }
 
-/// Times of calls, which count them and begin again after kTimes; 0 is none.
-constexpr uint32_t kTimes = kMostSlots - 4;
+/// Times of calls, which count them and begin again after kTimes, a divisor of 2^32, where the clock does; 0 is none.
+constexpr uint32_t kTimes = kMostSlots / 2;
 JAXSOK_HOST_DEVICE constexpr uint32_t TimeOf(uint32_t clock) { return clock % kTimes + 1; }
 JAXSOK_HOST_DEVICE constexpr uint32_t TimeSince(uint32_t time, uint32_t now) {
   return now >= time ? now - time : now + kTimes - time;
 }
-constexpr uint32_t kCallsOfUse = 5;  // calls of one use: those for a batch are at most four calls apart
+// Calls of one use. Those for a batch are at most four calls apart, with lookups ahead by a batch that are not staler;
+// with others they count as more uses, which changes only what leaves.
+constexpr uint32_t kCallsOfUse = 5;
 
 /// A priority is 0 for a free slot, kMarked, or the time of the use before the last one. With kSingle that use is
 /// unknown, and the time is that of the last use.
@@ -83,8 +85,8 @@ constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
   return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
 }
 
-/// Bins of age, whose width grows with the age: 0 in use, then by the use before the last one, then by a single use,
-/// and last free or marked.
+/// Bins of age, as many for each octave: 0 in use, then by the use before the last one, then by a single use, of which
+/// all beyond 3.9 million calls are equal, and last free or marked.
 constexpr int kAges = 1025;
 constexpr int kFirstSingle = 864;
 JAXSOK_HOST_DEVICE int BinOf(uint32_t age, int log2_of_octave) {  // 2^log2_of_octave bins for each octave
@@ -225,10 +227,10 @@ struct TierView {
   JAXSOK_HOST_DEVICE uint32_t PlaceAfter(uint32_t slot) const {
     return kFirstInHost + (last_use[slot] <= kTimes ? last_use[slot] : 0);
   }
-  /// Returns the priority of a slot that a call uses, and notes when the use began. No marked slot was used just before.
+  /// Returns the priority of a slot that a call uses, which is not marked, and notes when the use began.
   JAXSOK_HOST_DEVICE uint32_t Use(uint32_t slot, uint32_t old_priority, uint32_t now) const {
     const uint32_t last = last_use[slot];
-    if (TimeSince(last, now) < kCallsOfUse) return old_priority;
+    if (TimeSince(last, now) < kCallsOfUse && old_priority != kMarked) return old_priority;
     last_use[slot] = now;
     return last;
   }
@@ -276,23 +278,25 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 /// Gives every row of a call a slot, and lists the required moves; LaunchWrite and LaunchRead, in this order, do them.
 ///
 /// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. Of the tier
-///          only records, places, owners, last_use, counters and staged_owners are read, not the numbers of rows.
+///          only records, places, owners, last_use, priority, foreseen, counters, staged_owners and area are read, not
+///          the numbers of rows.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows. It is kNoRow for row ids that are not below
 ///          the capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
 ///          read nor write. Rows that were foreseen take their slots, if these are still free or marked. The others
 ///          take the slots of the greatest age in the window, of equal age the first ones; no slot of this call's rows
 ///          is taken. staged_owners has kNoRow in unused slots. Rows that were written ahead are not written again.
 /// Order  : by first occurrence; slots as in the window: the same on every run and both back ends.
-/// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot of the window if a row comes that was
+/// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot of the window if a row comes that
+/// was
 ///          not foreseen.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         const Moves& moves, void* workspace);
 
-/// Lists what LaunchBring of the same rows would move, up to kMostAhead rows; LaunchReadAhead and LaunchWriteAhead, in
-/// this order, do it: the next call waits for what is read, but only rarely for what is written.
+/// Lists what LaunchBring of the same rows would move, as far as the list and the area have room; LaunchReadAhead and
+/// LaunchWriteAhead, in this order, do it: the next call waits for what is read, but only rarely for what is written.
 ///
 /// Post   : rows of the call that are in the cache count as used now; the list has the rows that would come, with their
-///          slots, up to kMostAhead; exactly those of these slots whose rows would leave are marked. No slot is listed
+///          slots; exactly those of these slots whose rows would leave are marked. No slot is listed
 ///          whose last use began at most kCallsOfUse calls ago.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                              const Moves& moves, void* workspace);

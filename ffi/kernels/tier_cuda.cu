@@ -250,8 +250,8 @@ __device__ __forceinline__ void CountAges(const Bringing& b, Shared& shared, uin
   __syncthreads();
   const Share share(b.window.size(), kSlotsOfTile);
   uint32_t num_oldest[2] = {};  // of the last two ages, which have many slots
-  for (int64_t i = share.begin + threadIdx.x * kSlotsTogether; i < share.end; i += kSlotsOfTile) {
-    const Ages ages(b.tier, b.window.SlotAt(first_tile, i), now, b.is_ahead);
+  for (int64_t at = share.begin + threadIdx.x * kSlotsTogether; at < share.end; at += kSlotsOfTile) {
+    const Ages ages(b.tier, b.window.SlotAt(first_tile, at), now, b.is_ahead);
 #pragma unroll
     for (int i = 0; i < kSlotsTogether; ++i) {
       if (ages.of[i] == kAges - 1) {
@@ -553,7 +553,8 @@ __device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t youn
   if (has_missing) counters[kTierTicket] = 0;
 }
 
-// All blocks run at once and synchronise between steps; in a step no block reads what another one writes.
+// All blocks run at once and synchronise between steps. In a step no block reads what another one writes, but for words
+// whose old and new value mean the same there, and atomic changes that give the same in any order.
 __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_constant__ Bringing b) {
   __shared__ Shared shared;
   const cooperative_groups::grid_group all_blocks = cooperative_groups::this_grid();

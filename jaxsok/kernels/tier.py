@@ -32,7 +32,7 @@ class Tier:
     last_use: UInt32[Array, " num_lines"]
     """When the last use of the slot's row began; 0: the slot is free."""
     priority: UInt32[Array, " num_lines"]
-    """When the use before that began: the oldest leaves. `Priority` in tier.h has further values."""
+    """When the use before that began: the oldest leaves. `kSingle` and others in tier.h are further values."""
     foreseen: UInt32[Array, "num_foreseen 4"]
     """What the next call will place, if nothing changes until then: row id, slot, priority, and 1 for a fresh row."""
     counters: UInt32[Array, " num_tier_counters"]
@@ -276,5 +276,10 @@ def give_back(
         lines = staged_owners[:, 3] - jnp.uint32(begin)  # those of other slabs are beyond this one
         places.append(slab.at[lines].set(jnp.uint32(IN_HOST), mode="drop"))
         begin += slab.shape[0]
-    counters = tier.counters.at[TIER_COUNTERS.index("ticket")].set(0)  # what was read ahead may be of these rows
+    counters = forget_foreseen(tier.counters)  # what was read ahead may be of these rows
     return dataclasses.replace(tier, places=tuple(places), counters=counters), host
+
+
+def forget_foreseen(counters: UInt32[Array, " num_tier_counters"]) -> UInt32[Array, " num_tier_counters"]:
+    """Makes the ticket of what was foreseen, and read and written ahead, invalid."""
+    return counters.at[TIER_COUNTERS.index("ticket")].set(0)

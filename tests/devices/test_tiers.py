@@ -368,6 +368,32 @@ def test_rows_brought_ahead(num_shards, device_rows):
         assert ahead > fetched / 2 > 0
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="copies a state, which on a GPU leaves the library's memory")
+def test_a_row_id_that_was_foreseen_gets_another_row():
+    """A row that takes the id of one that was released has its own numbers, though the former row was to come."""
+    spec = dataclasses.replace(SPECS["one table"][0], memory=jaxsok.HostMemory(device_rows=8))
+    collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec("user", "user")])
+
+    def look_up(state, keys):
+        return collection.lookup(state, programs.batch(collection, user=np.asarray(keys)))
+
+    state = collection.init(seed=3, salt=5)
+    for first in (0, 4, 8, 12, 16, 20, 20, 20, 20):  # by then the first rows of the cache may leave
+        embeddings, state, plan = look_up(state, first + np.arange(4))
+        state, _ = collection.update(state, plan, jax.tree.map(jnp.ones_like, embeddings))
+    (row_id,) = np.flatnonzero((np.asarray(state.stores[0].records[0])[:, :2] == 0).all(axis=1))
+    store = jax.tree.map(jnp.copy, state.stores[0])
+    store = tiers.bring_rows_ahead(collection.stores[0], store, jnp.asarray([row_id], jnp.uint32))
+    assert np.asarray(store.tier[0].counters)[TIER_COUNTERS.index("num_foreseen")] == 1
+    results = []
+    for each in (state, dataclasses.replace(state, stores=(store,))):
+        each, _ = collection.erase(each, "user", np.array([0]))
+        embeddings, each, _ = look_up(each, [1000])
+        assert np.asarray(each.stores[0].records[0])[row_id, 0] == 1000
+        results.append(embeddings)
+    jax.tree.map(assert_same_bits, *results)
+
+
 def test_the_last_lookup_waits_for_rows_on_their_way():
     """Rows that were written ahead are in host memory when a step has looked nothing up ahead: others may read them."""
     declared = collection_of("two that need not grow", 90)

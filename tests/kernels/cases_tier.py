@@ -12,6 +12,7 @@ CLOCK, HITS, FETCHED, WRITTEN, TICKET, AHEAD, FORESEEN, LIMIT, WINDOW = range(9)
 HISTORY = 3 * 2**30  # of a place: in host memory, and the rest is the time of the last use
 ONE_USE = 5  # calls
 CLOCK_AT_FIRST = 60_000
+TIMES = 2**29
 TILE = 2**12
 SINGLE, FIRST_SINGLE, FREE = 2**31, 864, 1024  # of a priority; ages
 MARKED, ONCE_MARKED = SINGLE + 2**30 - 1, SINGLE + 1
@@ -25,6 +26,14 @@ def bin_of(age: int, per_octave: int) -> int:
     return (width.bit_length() - 1) * per_octave + age // width
 
 
+def time_of(clock: int) -> int:
+    return int(clock) % TIMES + 1
+
+
+def since(time: int, now: int) -> int:
+    return (int(now) - int(time)) % TIMES
+
+
 def age_of_use(age: int) -> int:
     return min(max(bin_of(age, 32), 1), FIRST_SINGLE - 1)
 
@@ -34,8 +43,8 @@ def age_of(priority: int, now: int) -> int:
     if priority in (0, MARKED):
         return FREE
     if priority < SINGLE:
-        return age_of_use(now - priority)
-    return min(FIRST_SINGLE + bin_of(now - (priority - SINGLE), 8), FREE - 1)
+        return age_of_use(since(priority, now))
+    return min(FIRST_SINGLE + bin_of(since(priority - SINGLE, now), 8), FREE - 1)
 
 
 class TieredStore(Store):
@@ -144,7 +153,7 @@ class TieredStore(Store):
         self.priority[self.priority == MARKED] = ONCE_MARKED
         if not missed:
             return
-        recent = np.flatnonzero((self.last_use != 0) & (self.last_use >= now - ONE_USE)).tolist()
+        recent = np.flatnonzero((self.last_use != 0) & ((now - self.last_use.astype(int)) % TIMES <= ONE_USE)).tolist()
         victims, limit = self._victims({*slot_of.values(), *recent}, len(missed), len(row_ids), now)
         for at, (row_id, slot) in enumerate(zip(missed, victims, strict=False)):
             self.foreseen[at] = row_id, slot, self._priority(row_id, now), self.places[row_id] == FRESH
@@ -157,19 +166,19 @@ class TieredStore(Store):
 
     def _find(self, row_ids: np.ndarray) -> tuple[dict[int, int], list[int], int]:
         """Begins a call; returns the slots of its rows, which count as used, the rows without one, and the time."""
-        self.tier_counters[CLOCK] += 1
-        now = int(self.tier_counters[CLOCK]) + 1
+        self.tier_counters[[CLOCK]] += np.uint32(1)  # an array, so that it wraps
+        now = time_of(self.tier_counters[CLOCK])
         wanted = dict.fromkeys(filter(self._is_row, row_ids.tolist()))
         slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < HISTORY}
         for slot in slot_of.values():
-            if now - (last := self.last_use[slot]) >= ONE_USE:
+            if since(last := self.last_use[slot], now) >= ONE_USE:
                 self.last_use[slot], self.priority[slot] = now, last
         return slot_of, [row_id for row_id in wanted if row_id not in slot_of], now
 
     def _priority(self, row_id: int, now: int) -> int:
         """Returns the priority that a row gets when it comes."""
         place = int(self.places[row_id])
-        is_known = HISTORY <= place < IN_HOST and age_of_use(now - (place - HISTORY)) < self.tier_counters[LIMIT]
+        is_known = HISTORY <= place < IN_HOST and age_of_use(since(place - HISTORY, now)) < self.tier_counters[LIMIT]
         return place - HISTORY if is_known else SINGLE + now
 
     def _is_row(self, row_id: int) -> bool:
@@ -238,22 +247,23 @@ class TierScript(Script):
         self.store = TieredStore(**store)
         self.last: dict = {}
 
-    def begin(self, num_rows: int, fresh=0.3, cached=0.5, free=0.2, ages=6) -> np.ndarray:
+    def begin(self, num_rows: int, fresh=0.3, cached=0.5, free=0.2, ages=6, clock: int = CLOCK_AT_FIRST) -> np.ndarray:
         """Makes rows in use, some new, some in the cache; returns their ids. `free` is a share of the slots."""
         store, rng = self.store, self.rng
         self.fill(self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows))
         row_ids = np.arange(num_rows, dtype=np.uint32)
-        now = CLOCK_AT_FIRST + 1
-        places = np.where(rng.random(num_rows) < 0.5, HISTORY + now - rng.integers(0, 8 * ages, num_rows), IN_HOST)
+        now = time_of(clock)
+        times = (now - 1 - rng.integers(0, 8 * ages, num_rows)) % TIMES + 1
+        places = np.where(rng.random(num_rows) < 0.5, HISTORY + times, IN_HOST)
         store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, places)
-        store.tier_counters[:] = CLOCK_AT_FIRST, 2**32 - 3, 5, 6, 0, 0, 0, age_of_use(4 * ages), 0  # the hits wrap
+        store.tier_counters[:] = clock, 2**32 - 3, 5, 6, 0, 0, 0, age_of_use(4 * ages), 0  # the hits wrap
         slots = rng.permutation(np.flatnonzero(rng.random(store.num_slots) >= free))
         rows = rng.permutation(row_ids)[: min(len(slots), int(cached * num_rows))]
         slots = slots[: len(rows)]
         store.places[rows] = slots
         store.owners[slots, :3], store.owners[slots, 3] = store.records[rows, :3], rows
-        last = now - rng.integers(0, ages, len(slots))
-        before = np.maximum(last - rng.integers(0, 2 * ages, len(slots)), 1)
+        last = (now - 1 - rng.integers(0, ages, len(slots))) % TIMES + 1
+        before = (last - 1 - rng.integers(0, 2 * ages, len(slots))) % TIMES + 1
         store.last_use[slots] = last
         store.priority[slots] = np.where(rng.random(len(slots)) < 0.5, SINGLE + last, before)
         store.cached_rows[slots], *states = self._any_numbers(len(slots))
@@ -393,6 +403,22 @@ def tier_ages(ages: int) -> Script:
     for num in (5, 40, 200, 300):
         script.bring(script.rng.permutation(row_ids)[:num])
         script.give_back()
+    return script
+
+
+@cases(TIMES - 5, 2**32 - 5)
+def tier_clocks(clock: int) -> Script:
+    """Times begin again, and so does the clock: rows that were marked before, and change afterwards, are written."""
+    script = TierScript(slabs=(40, 5, 155), dim=5, num_tables=3, optimizer=ADAGRAD, num_slots=60)
+    row_ids = script.begin(200, cached=0.9, free=0.02, ages=60, clock=clock)
+    for _ in range(6):
+        asked = script.some(row_ids, 40)
+        script.bring_ahead(asked)
+        script.bring(script.rng.permutation(row_ids[script.store.places[row_ids] < HISTORY]))  # all marked rows, too
+        script.give_back()
+        script.bring(asked)
+        script.give_back()
+    script.flush()
     return script
 
 
