@@ -342,7 +342,11 @@ class HostPacker(abc.ABC):
         given = _Given([], [], [], [])
         for store in self._of_store:
             for spec in store:
-                if spec.name not in raw or not _add(given, spec, raw[spec.name]):
+                value = raw.get(spec.name)
+                if type(value) is np.ndarray and not spec.weighted:  # `_add` would take longer
+                    given.keys.append(value)
+                    given.kinds.append(_ONE)
+                elif not _add(given, spec, value):
                     return None
         return given
 
