@@ -34,7 +34,7 @@ class Tier:
     priority: UInt32[Array, " num_lines"]
     """When the use before that began: the oldest leaves. `kSingle` and others in tier.h are further values."""
     foreseen: UInt32[Array, "num_foreseen 4"]
-    """What the next call will place, if nothing changes until then: row id, slot, priority, and 1 for a fresh row."""
+    """Rows that the next call will place if nothing changes until then: row id, slot, priority, 1 for a fresh row."""
     counters: UInt32[Array, " num_tier_counters"]
     """`jaxsok.types.TIER_COUNTERS`."""
     order: UInt32[Array, " num_words"]
