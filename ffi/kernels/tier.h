@@ -220,8 +220,8 @@ struct TierView {
   /// Returns the priority of a row that comes from `place`.
   JAXSOK_HOST_DEVICE uint32_t PriorityFrom(uint32_t place, uint32_t now) const {
     const bool is_known = IsInHost(place) && place != kInHost;
-    const bool is_recent = is_known && AgeOfUse(place - kFirstInHost, now) < static_cast<int>(counters[kTierLimit]);
-    return is_recent ? place - kFirstInHost : kSingle | now;
+    const bool may_stay = is_known && AgeOfUse(place - kFirstInHost, now) < static_cast<int>(counters[kTierLimit]);
+    return may_stay ? place - kFirstInHost : kSingle | now;  // else it would leave at once
   }
   /// Returns the place of a row that leaves a slot.
   JAXSOK_HOST_DEVICE uint32_t PlaceAfter(uint32_t slot) const {

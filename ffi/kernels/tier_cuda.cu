@@ -389,7 +389,8 @@ __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32
   tier.priority[slot] = kMarked;
 }
 
-struct Counts {
+/// What a thread has counted of the moves of rows.
+struct MovedRows {
   uint32_t fetched = 0, written = 0, ahead = 0;
 
   __device__ void AddTo(BringControl* control) {
@@ -404,10 +405,10 @@ struct Counts {
 };
 
 /// Counts the moves of a row, and those of each part. All lanes of a warp call it.
-__device__ __forceinline__ void CountMoves(const Bringing& b, Move* leaving, const Move& coming, Counts* counts) {
-  counts->written += leaving->row_id != kNoRow ? 1 : 0;
-  counts->fetched += coming.row_id != kNoRow && coming.is_fresh == 0 ? 1 : 0;
-  counts->ahead += coming.ahead != kNoRow ? 1 : 0;
+__device__ __forceinline__ void CountMoves(const Bringing& b, Move* leaving, const Move& coming, MovedRows* moved) {
+  moved->written += leaving->row_id != kNoRow ? 1 : 0;
+  moved->fetched += coming.row_id != kNoRow && coming.is_fresh == 0 ? 1 : 0;
+  moved->ahead += coming.ahead != kNoRow ? 1 : 0;
   if (leaving->ahead != kNoRow) leaving->row_id = kNoRow;  // already written
   CountMove(b.leaving_parts, leaving->row_id >> b.shift, leaving->row_id != kNoRow);
   CountMove(b.coming_parts, b.PartOf(coming), coming.row_id != kNoRow);
@@ -417,7 +418,7 @@ __device__ __forceinline__ void CountMoves(const Bringing& b, Move* leaving, con
 __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
   const TierView& tier = b.tier;
   const uint32_t num_listed = b.NumListed(tier.counters[kTierForeseen]);
-  Counts counts;
+  MovedRows moved;
   for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_listed; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
@@ -432,19 +433,19 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
       }
     }
     const bool is_placed = coming.row_id != kNoRow;
-    CountMoves(b, &leaving, coming, &counts);
+    CountMoves(b, &leaving, coming, &moved);
     const uint32_t at = CountLane(&b.control->num_foreseen, is_placed);
     if (!is_placed) continue;
     b.leaving[at] = leaving;
     b.coming[at] = coming;
   }
-  counts.AddTo(b.control);
+  moved.AddTo(b.control);
 }
 
 /// Gives the missing rows their slots, or predicts them, and counts the moves of each part.
 __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before, uint32_t num_missing,
                                          uint32_t num_victims) {
-  Counts counts;
+  MovedRows moved;
   for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
@@ -455,12 +456,12 @@ __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before,
         Place(b, rank, num_victims, &leaving, &coming);
       }
     }
-    CountMoves(b, &leaving, coming, &counts);
+    CountMoves(b, &leaving, coming, &moved);
     if (rank >= num_missing) continue;
     b.leaving[num_before + rank] = leaving;
     b.coming[num_before + rank] = coming;
   }
-  counts.AddTo(b.control);
+  moved.AddTo(b.control);
 }
 
 /// Turns the parts' counts into the begin of each part in its list: one block for each list, if there are two.
