@@ -55,16 +55,13 @@ from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROUNDINGS, ROW_GRADIEN
 
 from . import fill, limits, peers, records, workloads
 from .fill import AXIS, Filled
-from .records import Record, Recorder
+from .records import BAGS, Record, Recorder
 from .timing import Protocol, Step, Timing
 from .workloads import KeySet, Workload
 
 MORE_PARTS_OF = ("M1", "M1-64")
 """The workloads that have a second front end and a model around them; the others would say the same again, at the price
 of compiling."""
-
-BAGS = "bags "
-"""Before the dtype of a wire that carries partial bags."""
 
 METHODS = ("single", "planned", "bfloat16", "split", "bags", "dlrm", "pmap")
 """The parts that a filled collection measures, in their order; "pmap" takes the state for good."""

@@ -5,7 +5,8 @@ Workload: as in `bench_exchange.py`: M1 (8,192 samples a device), W1 and W5 (the
           all keys present, gradients are the embeddings.
 Limit:    the wire, in `bench_exchange.py`, and the step with its plan ready.
 Command:  one process a GPU, started together, each with its own number:
-          `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454` and so on
+          `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454
+          --out results.json` and so on; process 0 writes the file, which `benchmarks.report` reads
 Last result: docs/results/many_gpus.md, "Four H100s"; fed steps: docs/results/raw_batches.md.
 
 Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
@@ -18,7 +19,7 @@ of a row-sharded `jnp.take`; *DLRM*: the step of `dlrm.py`, pipelined.
 import argparse
 import functools
 import itertools
-import statistics
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,10 +32,11 @@ from jax.sharding import PartitionSpec as P
 import jaxsok
 from jaxsok.pipeline import LookAhead, Pipeline
 
-from . import dlrm, fill, peers, workloads
-from .bench_exchange import BAGS, Packed, default_scaling, mesh_of
+from . import dlrm, fill, peers, records, workloads
+from .bench_exchange import Packed, default_scaling, mesh_of
 from .limits import varied_floats
-from .timing import list_launched
+from .records import BAGS, PROCESSES, Record, Recorder
+from .timing import list_launched, summary
 
 NUM_KEY_SETS = 4
 STEPS = 50
@@ -43,7 +45,7 @@ OPTIMIZER = "rowwise_adagrad"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one of the processes; process 0 prints."""
+    """Runs one of the processes; process 0 prints and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.processes", description=__doc__.split("\n")[0])
     parser.add_argument("--num-processes", type=int, required=True)
     parser.add_argument("--process-id", type=int, required=True)
@@ -53,34 +55,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rows and samples")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--profile", action="store_true", help="also print the kernels of process 0")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results; default: none")
+    parser.add_argument("--commit", help="commit of the code, where there is no repository to ask")
     options = parser.parse_args(arguments)
     local = [options.process_id] if jax.config.jax_platforms != "cpu" else None
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
+    shown = {"processes": options.num_processes, "workloads": options.workloads, "wires": options.wires}
+    shown |= {"scale": options.scale, "repetitions": options.repetitions, "quick": False}
+    recorder = Recorder(options.out, records.describe(shown, options.commit)) if options.process_id == 0 else None
     for asked in options.workloads.split(","):
         name, _, distribution = asked.partition(":")
-        Measured(name, distribution or "uniform", options).measure(options.wires.split(","))
+        Measured(name, distribution or "uniform", options, recorder).measure(options.wires.split(","))
+        if recorder is not None:
+            recorder.write()
     jax.distributed.shutdown()
 
 
 class Measured:
     """One workload on the devices of all processes, its tables filled, this process's samples packed."""
 
-    def __init__(self, name: str, distribution: str, options: argparse.Namespace):
-        """Fills the tables and draws the keys."""
+    def __init__(self, name: str, distribution: str, options: argparse.Namespace, recorder: Recorder | None):
+        """Fills the tables and draws the keys; `recorder` is that of process 0."""
         whole = workloads.on_mesh(name).scale(options.scale)
         self.workload = whole.on_devices(jax.device_count(), default_scaling(name))
-        self.label, self.options = f"{name} {distribution}", options
+        self.distribution, self.options, self.recorder = distribution, options, recorder
         self.mesh = mesh_of(jax.device_count())
         self.filled = fill.fill_tables(self.workload, OPTIMIZER, self.mesh)
         drawn = workloads.draw_batches(self.workload, distribution, NUM_KEY_SETS, seed=0)
         mine = self.workload.num_bags // options.num_processes
         self.ids = [ids[:, options.process_id * mine : (options.process_id + 1) * mine] for ids in drawn]
-        self.say(f"{jax.device_count()} devices, {jax.devices()[0]}")
-
-    def say(self, text: str) -> None:
-        """Prints a line, from one process."""
-        if self.options.process_id == 0:
-            print(f"{self.label}: {text}", flush=True)
 
     def measure(self, wires: Sequence[str]) -> None:
         """Times the programs for each dtype on the wire; for M1 also DLRM, and a forward by XLA alone."""
@@ -88,15 +91,16 @@ class Measured:
         for form, wire in itertools.product(forms, wires):
             if (form, wire) == ("rows", "bfloat16") and len(forms) > 1:
                 continue  # rows of bags of several keys are there to compare
-            label = (BAGS if form == "bags" else "") + wire
+            self.wire = (BAGS if form == "bags" else "") + wire
             exchange = jaxsok.ExchangeSpec(rows=wire, gradients=wire)
             collection = fill.collection_of(self.workload, OPTIMIZER, self.mesh, exchange, form=form)
-            self.measure_steps(collection, label)
-        if self.label.startswith("M1"):
+            self.measure_steps(collection)
+        self.wire = "float32"
+        if self.workload.name.startswith("M1"):
             self.measure_dlrm(fill.collection_of(self.workload, OPTIMIZER, self.mesh))
             self.measure_take()
 
-    def measure_steps(self, collection: jaxsok.Collection, label: str) -> None:
+    def measure_steps(self, collection: jaxsok.Collection) -> None:
         """Times plan, step and forward of a collection; also steps whose batches are packed as they go."""
         raws = [fill.raw_of(collection, self.workload, ids) for ids in self.ids]
         batches = [collection.batch(raw) for raw in raws]
@@ -109,17 +113,17 @@ class Measured:
             return collection.update(state, plan, embeddings)
 
         forward = jax.jit(collection.find)
-        self.time(f"{label} pipelined", step, lambda _: next(pairs)[1])
-        if label.endswith("float32"):
+        self.time(records.STEP, "pipelined", step, lambda _: next(pairs)[1])
+        if self.wire.endswith("float32"):
             for prefetch in (0, 2):
                 fed = iter(collection.pipeline(itertools.cycle(raws), prefetch=prefetch))
-                self.time(f"{label} fed, prefetch={prefetch}", step, lambda _, fed=fed: next(fed)[1])
+                self.time(records.STEP, f"fed, prefetch={prefetch}", step, lambda _, fed=fed: next(fed)[1])
                 fed.close()
         sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
         plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
-        self.time(f"{label} planned", step, lambda i: plans[i % NUM_KEY_SETS])
-        self.time_reads(f"{label} plan", lambda i: collection.plan(batches[i].features, send_capacity=sizes))
-        self.time_reads(f"{label} forward", lambda i: forward(self.filled.state, plans[i])[0])
+        self.time(records.STEP, "planned", step, lambda i: plans[i % NUM_KEY_SETS])
+        self.time_reads(records.PLAN, "plan", lambda i: collection.plan(batches[i].features, send_capacity=sizes))
+        self.time_reads(records.EVALUATION, "planned", lambda i: forward(self.filled.state, plans[i])[0])
 
     def measure_dlrm(self, collection: jaxsok.Collection) -> None:
         """Times the step of MLPerf's DLRM: alone, with an exact lookup ahead, and with one that is an update stale."""
@@ -131,7 +135,8 @@ class Measured:
         }
         batches = [collection.batch(fill.raw_of(collection, self.workload, ids) | rest) for ids in self.ids]
         step, dense_part = dlrm.step_of(collection), dlrm.init_on_mesh(collection, self.workload.dim)
-        for name, ahead in (("", LookAhead()), (", exact ahead", LookAhead(1)), (", stale ahead", LookAhead(1, 1))):
+        programs = {"pipelined": LookAhead(), "exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
+        for program, ahead in programs.items():
             pairs = iter(Pipeline(Packed(collection), itertools.cycle(batches), ahead=ahead, prefetch=0))
 
             def run(state: jaxsok.State, pair: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
@@ -140,7 +145,7 @@ class Measured:
                 (state, *dense_part), (_, stats) = step((state, *dense_part), plan, batch["dense"], batch["label"])
                 return state, stats
 
-            self.time(f"DLRM{name}", run, lambda _, pairs=pairs: next(pairs))
+            self.time(records.DLRM, program, run, lambda _, pairs=pairs: next(pairs))
             while self.filled.state.ahead:
                 self.filled.state, _ = run(collection.drain(self.filled.state), next(pairs))
 
@@ -156,9 +161,9 @@ class Measured:
             for ids in self.ids
         ]
         read = jax.jit(peers.forward, out_shardings=split)
-        self.time_reads("float32 forward by jnp.take", lambda i: read(table, rows[i]))
+        self.time_reads(records.FORWARD, "take", lambda i: read(table, rows[i]), subject="xla")
 
-    def time(self, what: str, step: Callable[..., tuple], plan_of: Callable[[int], Any]) -> None:
+    def time(self, what: str, program: str, step: Callable[..., tuple], plan_of: Callable[[int], Any]) -> None:
         """Times steps, which donate the state; prints the kernels of one if asked."""
 
         def run(count: int) -> None:
@@ -170,10 +175,10 @@ class Measured:
             assert stats is not None
             self.stats = stats
 
-        self._time(what, run)
+        self._time(what, program, run, optimizer=OPTIMIZER)
         self.stats.check()
 
-    def time_reads(self, what: str, run_one: Callable[[int], Any]) -> None:
+    def time_reads(self, what: str, program: str, run_one: Callable[[int], Any], subject: str = "jaxsok") -> None:
         """Times calls that change nothing."""
 
         def run(count: int) -> None:
@@ -182,20 +187,39 @@ class Measured:
                 results = run_one(i % NUM_KEY_SETS)
             jax.block_until_ready(results)
 
-        self._time(what, run)
+        self._time(what, program, run, subject=subject)
 
-    def _time(self, what: str, run: Callable[[int], None]) -> None:
+    def _time(self, what: str, program: str, run: Callable[[int], None], subject: str = "jaxsok", **more: Any) -> None:
         run(2 * NUM_KEY_SETS)
         times = []
         for _ in range(self.options.repetitions):
             begin = time.perf_counter()
             run(STEPS)
             times.append((time.perf_counter() - begin) / STEPS * 1e3)
-        self.say(f"{what}: {statistics.median(times):.3f} ms (least {min(times):.3f})")
-        if self.options.profile:
-            launched = list_launched(functools.partial(run, NUM_KEY_SETS), NUM_KEY_SETS)
-            for kernel, (count, ms) in itertools.islice(launched.items(), 24):
-                self.say(f"    {what} {ms * 1e3:8.1f} us {count:6.1f} x {kernel[:90]}")
+        # Every process runs the steps of the profile, since all of them meet in each.
+        launched = list_launched(functools.partial(run, NUM_KEY_SETS), NUM_KEY_SETS) if self.options.profile else {}
+        if self.recorder is None:
+            return
+        workload, scaling = self.workload, default_scaling(self.workload.name)
+        num_rows = workload.num_tables * workload.num_rows
+        notes = {"scaling": scaling, "num_samples": workload.num_bags, "num_rows": num_rows}
+        notes |= {"program": program, "wire": self.wire, "front_end": PROCESSES, "least_ms": min(times)}
+        self.recorder.add(
+            Record(
+                workload.name,
+                what,
+                subject,
+                summary(times, STEPS),
+                distribution=self.distribution,
+                variant=f"{scaling} x{self.mesh.size} {program} {self.wire}",
+                num_keys=workload.num_keys,
+                num_devices=self.mesh.size,
+                notes=notes,
+                **more,
+            )
+        )
+        for kernel, (count, ms) in itertools.islice(launched.items(), 24):
+            self.recorder.say(f"    {ms * 1e3:8.1f} us {count:6.1f} x {kernel[:90]}")
 
 
 if __name__ == "__main__":

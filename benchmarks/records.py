@@ -88,6 +88,10 @@ OWNER_UPDATE = "update at the owner"
 ALL_TO_ALL = "all-to-all of the step's bytes"
 DLRM = "DLRM step"
 
+# Values of notes on a mesh.
+BAGS = "bags "  # of wires: before the dtype, if they carry partial bags
+PROCESSES = "processes"  # of front ends: a process for each device
+
 # Training from files.
 TRAIN = "train from files"
 DENSE = "dense part"
@@ -266,6 +270,7 @@ def describe(options: dict[str, Any], commit: str | None) -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "time": time.strftime("%H:%M", time.gmtime()),
         "commit": commit or commit_of(pathlib.Path(__file__).resolve().parent),
         "platform": device.platform,
         "device": device.device_kind,

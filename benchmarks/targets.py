@@ -1,11 +1,12 @@
 """The targets as data: each with its wanted value and the function that reads it from the records of a run.
 
-Fed by `records.py`; feeds `report.py`. Targets of a GPU are read from full-size runs on a GPU, those of a CPU from runs
-on a CPU; a target whose records are missing is reported as not measured. The printed numbers are compared: two digits
-after the point. Not here: why a target was missed (docs/performance.md).
+Fed by `records.py`; feeds `report.py`. Targets of a GPU are read from full-size runs on any GPU, those of a CPU from
+runs on a CPU; a target whose records are missing is reported as not measured. The printed numbers are compared: two
+digits after the point. Not here: why a target was missed (docs/performance.md).
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from . import records as names
 from .bench_cpu import DISTRIBUTIONS
 from .bench_dcnv2 import SECONDS
 from .bench_skew import ONE_A_TABLE, ONE_IN_ALL
-from .records import EVALUATION, FIND_AND_GATHER, GATHER, STEP, TRAINING, Record
+from .records import BAGS, EVALUATION, FIND_AND_GATHER, GATHER, PROCESSES, STEP, TRAINING, Record
 from .tables import PEER_WHAT
 from .workloads import LIFTED_ADAM
 
@@ -26,13 +27,14 @@ class Found:
     def __init__(self, found: Iterable[Record]):
         """Takes the records, oldest run first."""
         self._records = list(found)[::-1]
+        self.used: list[Record] = []  # the newest of each question so far: their runs gave the answer
 
     def all(
         self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
     ) -> list[Record]:
         """Returns the records with these fields and notes, newest first; without a part, those of no part's table."""
         notes = {"part": ""} | (notes or {})
-        return [
+        chosen = [
             record
             for record in self._records
             if record.what == what
@@ -40,6 +42,8 @@ class Found:
             and all(record.notes.get(name, "" if name == "part" else None) == value for name, value in notes.items())
             and all(getattr(record, name) == value for name, value in fields.items())
         ]
+        self.used += chosen[:1]
+        return chosen
 
     def ms(
         self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
@@ -63,6 +67,7 @@ class Target:
     """True if more is better, and `wanted` is the least; otherwise it is the most."""
     unit: str = ""
     platform: str = "gpu"
+    """"gpu", "cpu", or "any"."""
     instead: Reading | None = None
     """Another measured number to report where this one is missing; it is never judged."""
     of_instead: str = ""
@@ -78,41 +83,60 @@ class Target:
             return "none"
         return f"{'≥' if self.is_least else '≤'} {self.wanted:g}{self.unit}"
 
-    def row(self, found: Found) -> tuple[str, str, str, str]:
-        """Returns its row of the table: target, wanted, reached, and "pass", "**miss**", "not measured" or "tested"."""
+    def row(self, found: Found, devices: Sequence[str] = ()) -> tuple[str, str, str, str, str]:
+        """Returns its row of the table: target, wanted, reached, where, and a verdict.
+
+        The verdict is "pass", "**miss**", "not measured" or "tested". `devices` are those of the runs, by number.
+        """
         if self.tested_by:
-            return self.name, self.wanted_text, self.tested_by, "tested"
+            return self.name, self.wanted_text, self.tested_by, "", "tested"
+        found.used.clear()
         reached = self.reading(found)
         if reached is None:
+            found.used.clear()
             other = self.instead(found) if self.instead else None
             shown = f"({self.of_instead}: {other:.2f}{self.unit})" if other is not None else "-"
-            return self.name, self.wanted_text, shown, NOT_MEASURED
+            return self.name, self.wanted_text, shown, self._where(found, devices), NOT_MEASURED
         value = round(reached, 2)
         is_reached = value >= self.wanted if self.is_least else value <= self.wanted
         text = f"{value:.2f}{self.unit}{self.remark(found)}"
-        return self.name, self.wanted_text, text, "pass" if is_reached else "**miss**"
+        return self.name, self.wanted_text, text, self._where(found, devices), "pass" if is_reached else "**miss**"
+
+    def _where(self, found: Found, devices: Sequence[str]) -> str:
+        runs = {record.notes["run"] for record in found.used if "run" in record.notes}
+        return ", ".join(sorted({devices[run] for run in runs}))
 
 
-COLUMNS = ("target", "wanted", "reached", "")
+COLUMNS = ("target", "wanted", "reached", "on", "")
 
 
-def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tuple[str, str, str, str]]:
-    """Makes the table of all targets from runs, each (about, records), oldest first."""
+def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tuple[str, str, str, str, str]]:
+    """Makes the table of all targets from runs, each (about, records), in any order."""
+    results = sorted(results, key=lambda result: (result[0]["date"], result[0].get("time", "")))
     # The number of its run tells the records of one run from those of another.
     marked = [
         (about, [dataclasses.replace(record, notes=record.notes | {"run": number}) for record in records])
         for number, (about, records) in enumerate(results)
     ]
+    is_full = {"cpu": lambda about: True, "gpu": lambda about: about["options"]["scale"] == 1.0}
     found = {
-        "gpu": Found(
+        platform: Found(
             record
             for about, records in marked
-            if about["platform"] != "cpu" and about["options"]["scale"] == 1.0
+            for kind in ("cpu" if about["platform"] == "cpu" else "gpu",)
+            if platform in (kind, "any") and is_full[kind](about)
             for record in records
-        ),
-        "cpu": Found(record for about, records in marked if about["platform"] == "cpu" for record in records),
+        )
+        for platform in ("gpu", "cpu", "any")
     }
-    return [target.row(found[target.platform]) for target in TARGETS]
+    devices = [_brief(about["device"]) for about, _ in results]
+    return [target.row(found[target.platform], devices) for target in TARGETS]
+
+
+def _brief(device: str) -> str:
+    """Shortens the name of a device: "NVIDIA H100 80GB HBM3" to "H100"."""
+    model = re.search(r"\b[A-Z]{1,3}\d+\b", device)
+    return model[0] if model else device.upper() if device == "cpu" else device
 
 
 def _over(first: float | None, second: float | None) -> float | None:
@@ -166,9 +190,72 @@ def _inserted_with_rows(found: Found) -> float | None:
     return None
 
 
-def _on_mesh(num_devices: int, program: str = "pipelined", what: str = STEP, subject: str = "jaxsok") -> Reading:
-    notes = {"program": program, "wire": "float32", "front_end": "jit", "scaling": "weak"}
-    return lambda found: found.ms(what, subject, notes, workload="M1", num_devices=num_devices)
+def _on_mesh(
+    num_devices: int,
+    program: str = "pipelined",
+    what: str = STEP,
+    subject: str = "jaxsok",
+    *,
+    workload: str = "M1",
+    wire: str = "float32",
+    distribution: str = "uniform",
+    front_end: str = "jit",
+) -> Reading:
+    scaling = "weak" if workload == "M1" else "strong"
+    notes = {"program": program, "wire": wire, "front_end": front_end, "scaling": scaling}
+    place = {"workload": workload, "distribution": distribution, "num_devices": num_devices}
+    return lambda found: found.ms(what, subject, notes, **place)
+
+
+def _on_four() -> Iterable["Target"]:
+    """Yields the targets of steps on four GPUs, with plan, rowwise Adagrad, and all keys present."""
+    ways = {"a process for each": PROCESSES, "one process": "jit"}
+    steps = (
+        ("M1", "uniform", "a process for each", {"float32": 1.0, "bfloat16": 0.8}),
+        ("M1", "uniform", "one process", {"float32": 1.2, "bfloat16": 1.0}),
+        ("W1", "uniform", "", {"float32": 0.83, "bfloat16": 0.65}),
+        ("W1", "zipf1.05", "", {"float32": 0.60, "bfloat16": 0.50}),
+        ("W5", "uniform", "", {f"{BAGS}float32": 1.5, f"{BAGS}bfloat16": 1.1}),
+    )
+    for workload, distribution, way, by_wire in steps:
+        for wire, most in by_wire.items():
+            place = {"workload": workload, "wire": wire, "distribution": distribution}
+            mine = [_on_mesh(4, front_end=ways[name], **place) for name in ([way] if way else ways)]
+            name = ", ".join(filter(None, (f"{workload} {distribution} on 4 GPUs", way, f"{wire} on the wire")))
+
+            def fastest(found: Found, mine: Sequence[Reading] = mine) -> float | None:
+                return min((ms for reading in mine if (ms := reading(found)) is not None), default=None)
+
+            yield Target(f"plan and step, {name}", most, fastest, is_least=False, unit=" ms")
+    forward = _on_mesh(4, "planned", EVALUATION)
+    take = _on_mesh(4, "take", names.FORWARD, "xla")
+    one, four = _on_mesh(1, "single", names.DLRM), _on_mesh(4, what=names.DLRM)
+    name = "M1 on 4 GPUs, forward with its plan ready, speed over a row-sharded `jnp.take`"
+    yield Target(name, 3.0, lambda found: _over(take(found), forward(found)))
+    name = "MLPerf's DLRM on M1's tables, samples/s on 4 GPUs over those of one"
+    yield Target(name, 2.3, lambda found: _over(_times(4, one(found)), four(found)))
+    for how, program, least in (("an exact lookup ahead", "exact ahead", 1.2), ("`staleness=1`", "stale ahead", 1.5)):
+        ahead = _on_mesh(4, program, names.DLRM)
+        name = f"the same, with {how}, speed over none"
+        yield Target(name, least, lambda found, ahead=ahead: _over(four(found), ahead(found)))
+
+
+def _times(factor: float, ms: float | None) -> float | None:
+    return None if ms is None else factor * ms
+
+
+def _in_tiers() -> Iterable["Target"]:
+    """Yields the targets of tables in host memory."""
+    for workload, what in (("M1", "128 floats, rowwise Adagrad"), ("M1-64", "64 floats, Adam")):
+        for share, least in (("50%", 0.95), ("10%", 0.75), ("2%", 0.45)):
+
+            def reading(found: Found, workload: str = workload, share: str = share) -> float | None:
+                place = {"notes": {"part": "tiers"}, "workload": workload, "distribution": "zipf1.05"}
+                ahead = found.ms(names.DLRM, variant=f"{share} in the cache, looked up ahead", **place)
+                return _over(found.ms(names.DLRM, variant="all on the device", **place), ahead)
+
+            name = f"DLRM, tables in host memory, {share} of their rows cached, {what}: throughput over all on the GPU"
+            yield Target(name, least, reading)
 
 
 def _efficiency(num_devices: int) -> Reading:
@@ -342,9 +429,10 @@ def _in_host_memory(what: str, hit_rate: float) -> Reading:
 
 
 def _requests_per_s(found: Found) -> float | None:
-    """Returns the most requests a second whose 99th percentile is at most 10 ms."""
+    """Returns the most requests a second whose 99th percentile is at most 10 ms, of the newest run."""
     loads = [one.notes for one in found.all(names.HTTP, notes={"part": "http"})]
-    return max((one["requests_per_s"] for one in loads if one["p99_ms"] <= 10), default=None)
+    newest = [one for one in loads if one.get("run") == loads[0].get("run")]
+    return max((one["requests_per_s"] for one in newest if one["p99_ms"] <= 10), default=None)
 
 
 def _growth_of_server(found: Found) -> float | None:
@@ -447,6 +535,8 @@ TARGETS: tuple[Target, ...] = (
         instead=_forward_on_mesh(4),
         of_instead="on 4, one process for all",
     ),
+    *_on_four(),
+    *_in_tiers(),
     *(
         Target(f"{what}, W1's shape, {distribution}: time over uniform keys", 1.0, _skew(what, distribution), False)
         for distribution in (ONE_A_TABLE, ONE_IN_ALL)
@@ -513,4 +603,4 @@ TARGETS: tuple[Target, ...] = (
         for distribution in DISTRIBUTIONS
     ),
 )
-"""The project's targets, on one H200 unless stated otherwise; ratios against a peer are its time over jaxsok's."""
+"""The project's targets, set for one H200 unless stated otherwise; ratios against a peer are its time over jaxsok's."""

@@ -24,6 +24,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from waiting import free_port  # noqa: E402
+
 import jaxsok  # noqa: E402
 from benchmarks import (  # noqa: E402
     bench_cache,
@@ -421,6 +423,28 @@ def test_what_torchrec_wrote_becomes_records(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_for_each_device_writes_records(tmp_path):
+    """Both forms of exchange, and what targets on meshes ask for."""
+    command = [sys.executable, "-m", "benchmarks.processes", "--num-processes", "2", "--wires", "float32"]
+    command += ["--coordinator", f"localhost:{free_port()}", "--workloads", "W5", "--scale", "0.0005"]
+    command += ["--repetitions", "2", "--out", str(tmp_path / "found.json"), "--commit", "abc"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen([*command, "--process-id", f"{number}"], cwd=ROOT, env=environment) for number in range(2)
+    ]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    about, found, failures = records.load(tmp_path / "found.json")
+    assert not failures and about["options"]["processes"] == 2
+    programs = {"pipelined", "fed, prefetch=0", "fed, prefetch=2", "planned", "plan"}
+    forms = {(record.notes["program"], record.notes["wire"]) for record in found}
+    assert forms == {(program, wire) for program in programs for wire in ("float32", f"{records.BAGS}float32")}
+    step = targets._on_mesh(2, workload="W5", wire=f"{records.BAGS}float32", front_end=records.PROCESSES)
+    assert step(targets.Found(found)) > 0
+    rows = [dict(zip(tables.EXCHANGE_COLUMNS, row, strict=True)) for row in tables.exchange_rows(found, False)]
+    assert f"planned {records.BAGS}float32 {records.PROCESSES}" in {row["program"] for row in rows}
+
+
+@pytest.mark.slow
 def test_torchrec_trains_dcnv2(tmp_path):
     """Its records are rows of the table of DLRM-DCNv2, next to those of jaxsok."""
     options = "--workloads dcnv2 --parts dlrm --keys zipf1.05 --shardings planner --wires float32 --compile-mode none"
@@ -469,8 +493,9 @@ def test_targets_are_read_from_the_right_records():
     def record(workload, what, subject, ms, **more):
         return records.Record(workload, what, subject, timing.summary([ms], 1), distribution="uniform", **more)
 
-    full = {"platform": "gpu", "commit": "abc", "options": {"scale": 1.0}}
-    on_cpu = {"platform": "cpu", "commit": "abc", "options": {"scale": 0.01}}
+    full = {"platform": "gpu", "device": "NVIDIA H100 80GB HBM3", "date": "2026-11-01", "options": {"scale": 1.0}}
+    later = full | {"device": "NVIDIA H200", "time": "10:00"}
+    on_cpu = {"platform": "cpu", "device": "cpu", "date": "2026-11-02", "options": {"scale": 0.01}}
     old = [record("W1", records.EVALUATION, "jaxsok", 9.0), record("W1", records.FORWARD, "fbgemm_unchecked", 3.3)]
     new = [
         record("W1", records.EVALUATION, "jaxsok", 3.0),
@@ -484,12 +509,13 @@ def test_targets_are_read_from_the_right_records():
         record("W1", records.STEP, "xla", 2.0, optimizer="sgd", notes={"part": "cpu"}),
         record("W1", records.STEP, "torch", 4.0, optimizer="sgd", notes={"part": "cpu"}),
     ]
-    rows = {row[0]: row[1:] for row in targets.rows([(full, old), (full, new), (on_cpu, cpu)])}
+    # The time of a run decides which is the newer one, not its place.
+    rows = {row[0]: row[1:] for row in targets.rows([(later, new), (full, old), (on_cpu, cpu)])}
     forward = "evaluation forward, W1 uniform, speed over "
-    assert rows[forward + targets.PEER_NAMES["fbgemm_unchecked"]] == ("≥ 1.1", "1.10", "pass")
-    assert rows[forward + targets.PEER_NAMES["fbgemm_default"]] == ("≥ 2.5", "-", targets.NOT_MEASURED)
+    assert rows[forward + targets.PEER_NAMES["fbgemm_unchecked"]] == ("≥ 1.1", "1.10", "H100, H200", "pass")
+    assert rows[forward + targets.PEER_NAMES["fbgemm_default"]] == ("≥ 2.5", "-", "", targets.NOT_MEASURED)
     of_cpu = [row for name, row in rows.items() if name.startswith("CPU") and "uniform" in name]
-    assert of_cpu == [("≤ 1.5", "1.60", "**miss**"), ("≤ 1", "0.80", "pass")]
+    assert of_cpu == [("≤ 1.5", "1.60", "CPU", "**miss**"), ("≤ 1", "0.80", "CPU", "pass")]
     assert sum(row[-1] in ("pass", "**miss**") for row in rows.values()) == 3
 
 
