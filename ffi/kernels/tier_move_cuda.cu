@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 
 #include "../core/initialize.h"
 #include "../core/row_dtype.h"
@@ -328,13 +329,20 @@ Area* FindArea(const void* slab, int32_t* device = nullptr) {
 LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
   if (area->host_bytes == host_bytes) return nullptr;
   const LaunchError error = OnDevice(device, [&]() -> LaunchError {
+    const auto allocate = [](auto** memory, int64_t num_bytes) -> LaunchError {
+      if (*memory != nullptr) return nullptr;  // by a call that failed later
+      void* allocated = nullptr;
+      JAXSOK_RETURN_IF_CUDA(cudaMalloc(&allocated, num_bytes));
+      *memory = static_cast<std::remove_reference_t<decltype(*memory)>>(allocated);
+      return nullptr;
+    };
     const int64_t most = MostAhead(host_bytes);
     AheadArea& to = area->buffers;
-    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.coming, most * sizeof(Ends)));
-    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.row_ids, most * sizeof(uint32_t)));
-    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.records, most * host_bytes));
-    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving, most * sizeof(Ends)));
-    JAXSOK_RETURN_IF_CUDA(cudaMalloc(&to.leaving_records, most * host_bytes));
+    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.coming, most * sizeof(Ends)));
+    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.row_ids, most * sizeof(uint32_t)));
+    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.records, most * host_bytes));
+    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.leaving, most * sizeof(Ends)));
+    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.leaving_records, most * host_bytes));
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &to, sizeof(to), cudaMemcpyHostToDevice));
     JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));  // a copy may return before it has completed
     area->host_bytes = host_bytes;

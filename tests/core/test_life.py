@@ -1,4 +1,4 @@
-"""The whole life of tables against dicts: every operation in random order, on one device and on meshes of 2 and 4.
+"""The whole life of tables against dicts: every operation in random order, on one device, in host memory, on meshes.
 
 Keys are inserted by lookup (admitted at once, by count, by Bloom filter), by `assign` and by import. They leave by
 `erase`, `clear`, `evict`, and by `grow` if a store is at its maximum. Tables move to other collections and back, and
@@ -49,12 +49,18 @@ BLOOM = policies.AdmitByBloom(2, num_keys=1000, false_positive_rate=1e-9, unadmi
 KEYS = (*strategies.CORNER_KEYS, *range(70, 78))
 
 
-def tables_of(max_capacity, capacity, statistics):
+def tables_of(max_capacity, capacity, statistics, device_rows):
     """Declares a store that evicts when full, a store without a maximum, and a store that refuses.
 
     `max_capacity`: for tables of the first and last stores; `capacity`: for those of the first and second;
-    `statistics`: for the last.
+    `statistics`: for the last; `device_rows`: of caches of tables in host memory, None on the device.
     """
+    tables = _tables_on_the_device(max_capacity, capacity, statistics)
+    memory = None if device_rows is None else jaxsok.HostMemory(device_rows=device_rows)
+    return [dataclasses.replace(table, memory=memory) for table in tables]
+
+
+def _tables_on_the_device(max_capacity, capacity, statistics):
     evicting = {"max_capacity": max_capacity[0], "capacity": capacity[0], "eviction": policies.LeastRecentlyUsed()}
     return [
         jaxsok.TableSpec("user", 4, ADAGRAD, admission=policies.AdmitByCount(3, unadmitted=0.5), **evicting),
@@ -108,9 +114,9 @@ KEYS_OF_A_STEP = 5 * NUM_SAMPLES  # for the first store
 
 
 @functools.cache
-def collection_of(num_shards, max_capacity=None, capacity=None, statistics=False):
+def collection_of(num_shards, max_capacity=None, capacity=None, statistics=False, device_rows=None):
     """Returns the collection, or with `max_capacity=None` the target of imports; `num_shards=None`: no mesh."""
-    tables = other_tables() if max_capacity is None else tables_of(max_capacity, capacity, statistics)
+    tables = other_tables() if max_capacity is None else tables_of(max_capacity, capacity, statistics, device_rows)
     if num_shards is None:
         return jaxsok.Collection(tables, FEATURES)
     return programs.over(num_shards, tables, FEATURES)
@@ -397,11 +403,14 @@ class LifeMachine(RuleBasedStateMachine):
     statistics = True
     """Whether the store that refuses keeps statistics; the others do in any case."""
     other_shards: int | None = None
+    device_rows: int | None = None
+    """The rows of the cache of each store in host memory; None: on the device."""
 
     @initialize(has_clock=st.booleans(), first=batches(), second=batches())
     def start(self, has_clock, first, second):
         """Makes two steps from an empty state, so that later rules find rows."""
-        self.collection = collection_of(self.num_shards, self.max_capacity, self.first_capacity, self.statistics)
+        declared = self.max_capacity, self.first_capacity, self.statistics, self.device_rows
+        self.collection = collection_of(self.num_shards, *declared)
         self.state = self.collection.init(seed=SEED)
         self.oracle = Life(self.statistics)
         self.clock = 0 if has_clock else None
@@ -954,6 +963,12 @@ class LifeOverFour(LifeMachine):
     num_shards, max_capacity, first_capacity, other_shards = 4, (44, 2), (44, 100), 2
 
 
+class LifeInHostMemory(LifeMachine):
+    """The same machine over tables in host memory, with caches of fewer rows than a batch uses."""
+
+    device_rows = 5
+
+
 def settings_of(num_examples):
     """Returns settings for few, repeatable lives; with JAXSOK_SLOW=1 for many longer, random lives, with shrinking."""
     if os.environ.get("JAXSOK_SLOW") == "1":
@@ -969,6 +984,8 @@ def needs(num_devices):
 
 TestLife = LifeMachine.TestCase
 TestLife.settings = settings_of(4)
+TestLifeInHostMemory = LifeInHostMemory.TestCase
+TestLifeInHostMemory.settings = settings_of(1)
 TestLifeOverTwo = needs(2)(LifeOverTwo.TestCase)
 TestLifeOverTwo.settings = settings_of(1)
 TestLifeOverFour = needs(4)(LifeOverFour.TestCase)
