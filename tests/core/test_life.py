@@ -755,6 +755,7 @@ class LifeMachine(RuleBasedStateMachine):
             self.state, name, programs.as_array(keys), rows, **self.options
         )
         new = [(name, key) for key in dict.fromkeys(keys) if key != PADDING and key not in table.lines]
+        new.sort(key=lambda pair: pair[1] not in table.waiting)  # those that wait for admission come first
         self.may_refuse = True
         entered = self.let_in(store, new)
         self.may_refuse = False
@@ -1006,6 +1007,18 @@ def test_a_count_goes_with_a_row_that_was_assigned():
     assert collection.num_rows(state) == {"user": 1}
     state, _ = collection.erase(state, "user", np.array([7]))
     assert test_admission.waiting(collection, state, "user") == {}
+
+
+def test_waiting_keys_get_the_last_rows():
+    """`assign` to a table with a single row left gives it to the first key that waits for admission."""
+    collection = programs.one_table(admission=policies.AdmitByCount(3), capacity=4, max_capacity=4)
+    state = programs.insert(collection, collection.init(seed=SEED), [1, 1, 1, 2, 2, 2, 3, 3, 3, 8, 9])
+    assert test_admission.waiting(collection, state, "user") == {8: 1, 9: 1}
+    state, num_inserted, num_refused = collection.assign(
+        state, "user", np.array([7, 1, 9, 8]), np.ones((4, 4), np.float32)
+    )
+    assert (int(num_inserted), int(num_refused)) == (1, 2)
+    assert set(collection.export_table(state, "user")["keys"].tolist()) == {1, 2, 3, 9}
 
 
 def test_a_key_that_waited_learns_nothing_later():
