@@ -15,7 +15,8 @@ of the keys in these. "To the host" gives NumPy arrays. Keys begin on the host i
 waits for each lookup; keys/s also with several threads, each of which waits for its own. "That reads host memory": no
 cache, but frozen tables with a tenth of the rows on the device, and a kernel that reads the others over the link
 (`device_share`); the hits are keys of the former. Peers: `jnp.take` on an array
-that has all rows on the device, given row numbers; FBGEMM's UVM cache (`fbgemm_cache.py`) on the same ids.
+that has all rows on the device, given row numbers; FBGEMM's UVM cache (`fbgemm_cache.py`) and NVE's (`nve.py`) on the
+same ids.
 """
 
 import concurrent.futures

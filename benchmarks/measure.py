@@ -310,26 +310,42 @@ def measure_fbgemm_cache(options: argparse.Namespace) -> dict:
     if found["why"]:
         return found
     arguments = ["--scale", str(options.scale), "--seed", str(options.seed)]
-    written = peers.run_fbgemm_cache(arguments, options.fbgemm_timeout)
-    found["failures"] = written["failures"]
+    return found | _cache_records("fbgemm", peers.run_fbgemm_cache(arguments, options.fbgemm_timeout))
+
+
+def measure_nve(options: argparse.Namespace) -> dict:
+    """Runs NVE's process for the part "cache" if it can run; see `measure_fbgemm`."""
+    found = {"records": [], "failures": [], "why": "not asked for"}
+    if "cache" not in options.parts:
+        return found
+    found["why"] = peers.why_no_nve() if options.is_gpu else "no GPU to run it on"
+    if found["why"]:
+        return found
+    arguments = ["--scale", str(options.scale), "--seed", str(options.seed)]
+    return found | _cache_records("nve", peers.run_nve(arguments, options.fbgemm_timeout))
+
+
+def _cache_records(subject: str, written: dict) -> dict:
+    """Returns the records and failures of what a peer's process wrote for the part "cache"."""
+    made = []
     for entry in written["records"]:
-        num_keys, wanted = entry["num_keys"], entry["wanted"]
-        notes = {name: entry[name] for name in ("wanted", "hit_rate", "back_to_back_ms")}
-        found["records"].append(
+        num_keys, wanted, samples_ms, by = (entry.pop(name) for name in ("num_keys", "wanted", "samples_ms", "by"))
+        notes = {"part": "cache", "to_host": False, "wanted": wanted, "p99_ms": max(samples_ms)}
+        made.append(
             Record(
                 "cache",
                 records.CACHED,
-                "fbgemm",
-                timing.summary(entry["samples_ms"], 1),
+                subject,
+                timing.summary(samples_ms, 1),
                 variant=f"{num_keys} keys to the device, {wanted:.0%} in the cache",
                 num_keys=num_keys,
                 num_unique=num_keys,
                 moved_bytes=num_keys * workloads.CACHE_DIM * limits.FLOAT_BYTES,
-                by=entry["by"],
-                notes={"part": "cache", "to_host": False, "p99_ms": max(entry["samples_ms"]), **notes},
+                by=by,
+                notes=notes | entry,
             )
         )
-    return found
+    return {"records": made, "failures": written["failures"]}
 
 
 def collect() -> None:

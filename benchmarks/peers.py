@@ -6,8 +6,8 @@ update is the same optimizer on the touched rows alone (a dense gradient would b
 `.at[rows].add` with repeated rows; an optimizer with state must see each row once, so it sorts the ids, sums the
 gradients of equal ones, and adds with `unique_indices=True`. Tables are donated.
 
-FBGEMM and dynamicemb run in processes of their own (`fbgemm.py`, `dynamicemb.py`), before JAX takes the memory of the
-device.
+FBGEMM, dynamicemb and NVE run in processes of their own (`fbgemm.py`, `dynamicemb.py`, `nve.py`), before JAX takes the
+memory of the device.
 
 Fed by the key sets; feeds `records.py`. Not here: limits, which do less than a peer does.
 """
@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from . import nve
 from .limits import varied_floats
 from .timing import Protocol, Step, Timing
 from .workloads import KeySet, Workload, state_dims
@@ -169,6 +170,16 @@ def run_fbgemm(arguments: Sequence[str], timeout_s: float) -> dict:
 def run_fbgemm_cache(arguments: Sequence[str], timeout_s: float) -> dict:
     """Measures FBGEMM's cache in a process of its own and returns what `fbgemm_cache.py` wrote."""
     return _run_alone("FBGEMM_cache", arguments, timeout_s)
+
+
+def why_no_nve() -> str | None:
+    """Returns why NVE cannot be measured here, or None if it was found or is asked for by its variable."""
+    return None if nve.find() else f"not importable here: pynve, and {nve.FOLDER} is not set"
+
+
+def run_nve(arguments: Sequence[str], timeout_s: float) -> dict:
+    """Measures NVE's cache in a process of its own and returns what `nve.py` wrote."""
+    return _run_alone("NVE", arguments, timeout_s, os.environ | {nve.FOLDER: str(nve.find())})
 
 
 def why_no_dynamicemb() -> str | None:

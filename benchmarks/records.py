@@ -1,8 +1,8 @@
 """The results of a run: one record per measurement, the failures, and the device.
 
-Fed by `bench_*.py`, `limits.py`, `peers.py`, `fbgemm.py` and `dynamicemb.py`; feeds `report.py` through a JSON file. A
-record names no other record: what is compared with what (a time, its limit, its peers) is decided in `tables.py`, once,
-for the terminal and for the documentation.
+Fed by `bench_*.py`, `limits.py`, `peers.py` and the peers' own files (`fbgemm.py`, `dynamicemb.py`, `nve.py`); feeds
+`report.py` through a JSON file. A record names no other record: what is compared with what (a time, its limit, its
+peers) is decided in `tables.py`, once, for the terminal and for the documentation.
 """
 
 import dataclasses
@@ -104,8 +104,8 @@ class Record:
     workload: str
     what: str
     subject: str
-    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "dynamicemb", "torchrec", "limit", or "plain":
-    simple code, no bound."""
+    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "fbgemm", "nve", "dynamicemb", "torchrec",
+    "limit", or "plain": simple code, no bound."""
     timing: Timing
     distribution: str = ""
     optimizer: str = ""

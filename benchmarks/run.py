@@ -11,10 +11,10 @@ Training from files (bench_dcnv2.py):
 
     python -m jaxsok bench --only dcnv2 [--devices 4] [--seconds 120]
 
-Order: FBGEMM, its cache and dynamicemb first, in processes of their own that give their memory back; then, workload by
-workload, the filled tables, the static tables, and the limits, one after the other, since two of them may not fit; then
-what has tables of its own. Each measurement that fails is recorded and passed over; what there is no time for is
-recorded as skipped. The file is written after each workload.
+Order: FBGEMM, its cache, NVE and dynamicemb first, in processes of their own that give their memory back; then,
+workload by workload, the filled tables, the static tables, and the limits, one after the other, since two of them may
+not fit; then what has tables of its own. Each measurement that fails is recorded and passed over; what there is no time
+for is recorded as skipped. The file is written after each workload.
 """
 
 import argparse
@@ -108,7 +108,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, help="default 10")
     parser.add_argument("--batch-ms", type=float, help="dispatches of a repetition take at least this; default 30")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step as well")
-    parser.add_argument("--fbgemm-timeout", type=float, default=240.0, help="seconds for the FBGEMM process")
+    parser.add_argument(
+        "--fbgemm-timeout", type=float, default=240.0, help="seconds for each process of FBGEMM and NVE"
+    )
     parser.add_argument("--seconds", type=float, help=f"with dcnv2: of a timed run; default {bench_dcnv2.SECONDS:g}")
     parser.add_argument("--minutes", type=float, help="with http: of load in which the growth of memory is measured")
     parser.add_argument("--files", type=pathlib.Path, help="with dcnv2: folder where its files are kept; default: none")
@@ -191,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     measured = {
         "fbgemm": measure.measure_fbgemm(options, protocol),
         "fbgemm_cache": measure.measure_fbgemm_cache(options),
+        "nve": measure.measure_nve(options),
         "dynamicemb": measure.measure_dynamicemb(options),
     }
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)

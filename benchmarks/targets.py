@@ -428,6 +428,22 @@ def _in_host_memory(what: str, hit_rate: float) -> Reading:
     return reading
 
 
+def _over_nve(hit_rate: float) -> Reading:
+    """Returns the reading of the time of NVE's fastest setup over that where the device reads host memory."""
+
+    def reading(found: Found) -> float | None:
+        notes = {"part": "cache", "to_host": False, "wanted": hit_rate}
+        some = found.all(names.FROM_HOST, notes=notes)
+        if not some:
+            return None
+        record = max(some, key=lambda one: one.num_keys)
+        theirs = found.all(names.CACHED, "nve", notes, num_keys=record.num_keys)
+        newest = {one.by: one.timing.ms for one in reversed(theirs)}
+        return _over(min(newest.values(), default=None), record.timing.ms)
+
+    return reading
+
+
 def _requests_per_s(found: Found) -> float | None:
     """Returns the most requests a second whose 99th percentile is at most 10 ms, of the newest run."""
     loads = [one.notes for one in found.all(names.HTTP, notes={"part": "http"})]
@@ -577,6 +593,8 @@ TARGETS: tuple[Target, ...] = (
         _in_host_memory("link", 0.5),
     ),
     Target("the same, a tenth of them, share of the link and the device's copy", 0.8, _in_host_memory("both", 0.9)),
+    Target("65,536 keys, half of them of rows in host memory, speed over NVE's cache", 1.0, _over_nve(0.5)),
+    Target("the same, a tenth of them", 1.0, _over_nve(0.9)),
     Target("HTTP server, requests of 26 keys a second with a 99th percentile of 10 ms", 5000, _requests_per_s),
     Target("memory of the HTTP server from minute 10 to 60", 1.0, _growth_of_server, is_least=False, unit=" %"),
     Target(

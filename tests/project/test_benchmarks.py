@@ -42,6 +42,7 @@ from benchmarks import (  # noqa: E402
     http_load,
     limits,
     measure,
+    nve,
     peers,
     plots,
     records,
@@ -402,6 +403,108 @@ def test_what_fbgemm_wrote_of_its_cache_becomes_records(monkeypatch, tmp_path):
     assert measure.measure_fbgemm_cache(run.parse(["--only", "http"]))["why"] == "not asked for"
 
 
+NVE_ENTRY = {"by": "linear, pinned memory", "num_keys": 16, "wanted": 0.5, "hit_rate": 0.54, "back_to_back_ms": 1.0}
+
+
+def test_what_nve_wrote_becomes_records(monkeypatch, tmp_path):
+    """The child process gets the folder of the variable as an absolute path."""
+    entry = NVE_ENTRY | {"samples_ms": [2.0, 3.0, 4.0], "on_device_ms": 2.5}
+    written = json.dumps({"records": [entry], "failures": []})
+    package = tmp_path / "alone"
+    package.mkdir()
+    (package / "nve.py").write_text(
+        "import os, pathlib, sys\n"
+        f"assert os.environ['JAXSOK_NVE'] == {str(tmp_path)!r}\n"
+        f"pathlib.Path(sys.argv[sys.argv.index('--out') + 1]).write_text({written!r})\n"
+    )
+    monkeypatch.setattr(peers, "__package__", "alone")
+    monkeypatch.setattr(peers, "__file__", str(package / "peers.py"))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv(nve.FOLDER, tmp_path.name)
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    found = measure.measure_nve(run.parse(["--only", "cache"]))
+    (row,) = (dict(zip(tables.CACHE_COLUMNS, row, strict=True)) for row in tables.cache_rows(found["records"]))
+    assert (row["who"], row["hit rate"], row["in the cache"]) == ("nve (linear, pinned memory)", "0.540", "50%")
+    assert (row["ms"], found["why"], found["failures"]) == ("3", None, [])
+    assert found["records"][0].notes["on_device_ms"] == 2.5
+    assert measure.measure_nve(run.parse(["--only", "http"]))["why"] == "not asked for"
+    monkeypatch.delenv(nve.FOLDER)
+    assert measure.measure_nve(run.parse(["--only", "cache"]))["why"] == peers.why_no_nve()
+
+
+def test_nve_that_is_asked_for_and_missing_is_a_failure(monkeypatch, tmp_path):
+    monkeypatch.setenv(nve.FOLDER, str(tmp_path))
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    found = measure.measure_nve(run.parse(["--only", "cache", "--scale", "0.001"]))
+    ((failure,), why) = found["failures"], found["why"]
+    assert (failure["what"], why, found["records"]) == ("NVE", None, [])
+    assert f"found no libnve-common.so in {tmp_path}" in failure["why"]
+
+
+def test_the_target_takes_the_fastest_of_nve():
+    """Of the larger number of keys; of two runs the later."""
+
+    def record(subject, what, ms, num_keys=65_536, by=""):
+        notes = {"part": "cache", "to_host": False, "wanted": 0.5, "link_ms": 0.3}
+        time = timing.summary([ms], 1)
+        return records.Record("cache", what, subject, time, num_keys=num_keys, limit_ms=0.4, by=by, notes=notes)
+
+    ours = [record("jaxsok", records.FROM_HOST, 0.8), record("jaxsok", records.FROM_HOST, 0.2, 4_096)]
+    old = [record("nve", records.CACHED, 0.1, by="a")]
+    new = [record("nve", records.CACHED, ms, by=by) for by, ms in (("a", 0.9), ("b", 1.2))]
+    fewer = [record("nve", records.CACHED, 0.05, 4_096, "a"), record("fbgemm", records.CACHED, 0.05)]
+    rows = {target.name: target.row(targets.Found([*ours, *old, *new, *fewer])) for target in targets.TARGETS}
+    (row,) = (row for name, row in rows.items() if "half of them" in name and "NVE" in name)
+    assert row[2:] == ("1.12", "pass")
+    assert targets._over_nve(0.5)(targets.Found(ours)) is None
+
+
+class _NveLayer:
+    """A layer of NVE without NVE: the hot ids are in its cache, and all rows are right but one, if there is one."""
+
+    def __init__(self, wrong_id: int | None = None):
+        self._wrong_id, self._put, self._brought, self._hot = wrong_id, {}, {}, 0
+
+    def fill(self, num_hot):
+        self._hot = num_hot
+
+    def put(self, slot, ids):
+        self._put[slot] = ids
+
+    def bring(self, slot, num_keys):
+        self._brought[slot] = self._put[slot][:num_keys]
+
+    def lookup(self, slot, num_keys, counts=False):
+        self._asked = self._brought[slot][:num_keys]
+        return float((self._asked < self._hot).mean()) if counts else None
+
+    def wait(self):
+        pass
+
+    def rows(self, num_keys):
+        rows = nve.rows_of(self._asked)
+        rows[self._asked == self._wrong_id, 5] += 1.0
+        return rows
+
+
+def test_nve_is_measured_on_the_ids_of_the_cache():
+    found = nve.measure(_NveLayer(), workloads.CachedIds(4096, 409, seed=0), num_keys=40, hit_rate=0.75)
+    assert (len(found["samples_ms"]), found["hit_rate"]) == (nve.LOOKUPS, 0.75)
+    json.dumps(found)
+
+
+def test_a_wrong_row_of_nve_is_found():
+    stream = workloads.CachedIds(4096, 409, seed=0)
+    with pytest.raises(RuntimeError, match="other rows than those that were written"):
+        nve.measure(_NveLayer(wrong_id=0), stream, num_keys=40, hit_rate=0.75)
+
+
+def test_rows_of_nve_tell_ids_apart():
+    rows = nve.rows_of(np.array([0, 1, 2, 131_072, 7_999_999]))
+    assert rows.shape == (5, workloads.CACHE_DIM) and rows.dtype == np.float32
+    assert len(np.unique(rows, axis=0)) == 5
+
+
 def _records_of_torchrec(out: pathlib.Path, options: str) -> list[records.Record]:
     """Runs the peer with two processes on a CPU."""
     pytest.importorskip("torchrec")
@@ -537,7 +640,8 @@ def test_plots_are_drawn_of_what_there_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["bench_cache", "bench_dims", "bench_http", "bench_serving", "limits", "one_table", "timing", "workloads"]
+    "name",
+    ["bench_cache", "bench_dims", "bench_http", "bench_serving", "limits", "nve", "one_table", "timing", "workloads"],
 )
 def test_examples_of(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
