@@ -7,10 +7,10 @@ Command:  `python -m jaxsok bench --only cache` starts it first where NVE is fou
           names, or as the installed package `pynve`; by hand: `python -m benchmarks.nve --out nve.json`.
 Last result: none.
 
-This file calls NVE's C interface. A *linear* layer has a static table, where an id is its row, in pinned memory or in
-managed memory (the default of NVE's Python layer). A kernel reads rows that are not in the cache over the link. A
-*hierarchical* layer has 64-bit keys, and their rows in a hash map in host memory (NVHashMap). Threads of the host find
-the rows that are not in the cache.
+This file calls NVE's C interface. A *linear* layer has a static table in pinned memory, where an id is its row. (NVE's
+Python layer puts it in managed memory, which is not measured.) A kernel reads rows that are not in the cache over the
+link. A *hierarchical* layer has 64-bit keys, and their rows in a hash map in host memory (NVHashMap). Threads of the
+host find the rows that are not in the cache.
 
 By default NVE counts the misses of each lookup, waits for the count, and then inserts the keys of some lookups, chosen
 at random: of half of the lookups where half of the keys miss, of 1% where a quarter does. "No inserts" turns this off,
@@ -65,10 +65,8 @@ _HOT_INSERTS = 3
 
 INT64, FLOAT32 = 1, 1
 """NVE's numbers of the type of keys and of the type of rows."""
-_ATTACH_GLOBAL, _PREFERRED_LOCATION, _ACCESSED_BY = 1, 3, 5
-_ON_DEVICE, _ON_HOST = 1, 2
 _ANY_DIRECTION = 4
-"""CUDA's numbers: of managed memory's flag, of advice about it, of places, and of a copy between any two places."""
+"""CUDA's number of a copy between any two places."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +74,16 @@ class Setup:
     """One way to use NVE."""
 
     by: str
-    memory: str | None
-    """Memory of the rows of a linear layer; None for a hierarchical one."""
+    is_linear: bool
+    """False: a hierarchical layer."""
     inserts: bool
 
 
 SETUPS = (
-    Setup("linear, pinned memory, no inserts", "pinned", False),
-    Setup("linear, pinned memory", "pinned", True),
-    Setup("hierarchical", None, True),
-    Setup("linear, managed memory", "managed", True),
+    Setup("linear, no inserts", True, False),
+    Setup("linear", True, True),
+    Setup("hierarchical", False, True),
 )
-"""Managed memory is last: a run that ends early loses nothing else."""
 
 
 class GpuTableConfig(ctypes.Structure):
@@ -138,12 +134,6 @@ class HierarchicalLayerConfig(ctypes.Structure):
     )
 
 
-class MemoryLocation(ctypes.Structure):
-    """CUDA's `cudaMemLocation`."""
-
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
 _OUT = POINTER(c_void_p)
 
 DEFAULTS = {
@@ -178,8 +168,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cudaFree": (c_void_p,),
     "cudaHostAlloc": (_OUT, c_size_t, c_uint),
     "cudaFreeHost": (c_void_p,),
-    "cudaMallocManaged": (_OUT, c_size_t, c_uint),
-    "cudaMemAdvise": (c_void_p, c_size_t, c_int, MemoryLocation),
     "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
     "cudaStreamCreate": (_OUT,),
     "cudaStreamSynchronize": (c_void_p,),
@@ -241,16 +229,11 @@ class Memory:
     """Memory on the device or on the host, by its address."""
 
     def __init__(self, nve: Nve, num_bytes: int, kind: str):
-        """Allocates memory: "device", "pinned" or "managed", where the host has the pages and the device maps them."""
+        """Allocates memory, "device" or "pinned"."""
         self._nve, self._kind, self.num_bytes = nve, kind, num_bytes
-        if kind == "device":
-            self.address = int(nve.create("cudaMalloc", num_bytes).value or 0)
-        elif kind == "pinned":
-            self.address = int(nve.create("cudaHostAlloc", num_bytes, 0).value or 0)
-        else:
-            self.address = int(nve.create("cudaMallocManaged", num_bytes, _ATTACH_GLOBAL).value or 0)
-            for advice, place in ((_PREFERRED_LOCATION, _ON_HOST), (_ACCESSED_BY, _ON_DEVICE)):
-                nve.call("cudaMemAdvise", self.address, num_bytes, advice, MemoryLocation(place, 0))
+        is_pinned = kind == "pinned"
+        made = nve.create("cudaHostAlloc", num_bytes, 0) if is_pinned else nve.create("cudaMalloc", num_bytes)
+        self.address = int(made.value or 0)
 
     def array(self, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """Returns host memory as an array."""
@@ -291,8 +274,8 @@ class Layer:
     def _open(self) -> None:
         nve, setup = self._nve, self._setup
         rows = None
-        if setup.memory:
-            rows = self._memory(self._num_rows * ROW_BYTES, setup.memory)
+        if setup.is_linear:
+            rows = self._memory(self._num_rows * ROW_BYTES, "pinned")
             in_memory = rows.array(np.float32, (self._num_rows, CACHE_DIM))
             for ids in _chunks(self._num_rows):
                 in_memory[ids[0] : ids[0] + len(ids)] = rows_of(ids)
@@ -300,12 +283,12 @@ class Layer:
         config.cache_size, config.row_size_in_bytes = self.capacity * ROW_BYTES, ROW_BYTES
         config.value_dtype, config.uvm_table = FLOAT32, rows.address if rows else None
         table = self._owned("nve_table_destroy", nve.create("nve_gpu_table_create", INT64, ctypes.byref(config), None))
-        self._layer = self._linear(table) if setup.memory else self._hierarchical(table)
+        self._layer = self._linear(table) if setup.is_linear else self._hierarchical(table)
         self._streams = [self._owned("cudaStreamDestroy", nve.create("cudaStreamCreate")) for _ in range(2)]
         context = c_void_p()
         nve.call("nve_layer_create_execution_context", self._layer, ctypes.byref(context), *self._streams, None, None)
         self._context = self._owned("nve_context_destroy", context)
-        if setup.memory is None:
+        if not setup.is_linear:
             for ids in _chunks(self._num_rows):
                 keys, written = self.keys_of(ids), rows_of(ids)  # held while NVE reads them by address
                 self._insert(len(ids), keys.ctypes.data, written.ctypes.data, 1)
@@ -364,7 +347,7 @@ class Layer:
 
     def keys_of(self, ids: np.ndarray) -> np.ndarray:
         """Returns the keys of ids, int64: the ids of a linear layer, else 62 bits in which nothing tells the row."""
-        if self._setup.memory:
+        if self._setup.is_linear:
             return ids
         return workloads.mix(0, ids).view(np.int64)[:, 0] & ((1 << 62) - 1)
 
