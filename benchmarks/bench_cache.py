@@ -12,7 +12,8 @@ Last result: docs/results/serving.md (one H200, commit f1daeda).
 
 "To the device" leaves the rows there, for a model: the rows of the distinct keys as tables of their own, and one lookup
 of the keys in these. "To the host" gives NumPy arrays. Keys begin on the host in both. Time is that of a caller who
-waits for each lookup; keys/s also with several threads, each of which waits for its own. "That reads host memory": no
+waits for each lookup; keys/s also with several threads, each of which waits for its own. `on_device_ms` is of lookups
+in a row whose keys are on the device. "That reads host memory": no
 cache, but frozen tables with a tenth of the rows on the device, and a kernel that reads the others over the link
 (`device_share`); the hits are keys of the former. Peers: `jnp.take` on an array
 that has all rows on the device, given row numbers; FBGEMM's UVM cache (`fbgemm_cache.py`) and NVE's (`nve.py`) on the
@@ -241,7 +242,19 @@ class _Run:
         limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, to_host)
         link_ms = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES / self.filled.to_device_gb_s * 1e-6
         notes = {"hit_rate": num_hits / self.num_keys, "link_ms": link_ms}
+        if not to_host:
+            notes["on_device_ms"] = self._in_a_row(tables, hit_rate)
         self._add("jaxsok", ms, hit_rate, to_host, limit_ms, what=records.FROM_HOST, **notes)
+
+    def _in_a_row(self, tables: FrozenTables, hit_rate: float) -> float:
+        """Returns the time of one of many lookups in a row, whose keys are on the device already."""
+        asked = [self.ids.take(self.num_keys, hit_rate) for _ in range(QUICK_LOOKUPS if self.is_quick else LOOKUPS)]
+        words = [jax.device_put(keys_of(ids).view(np.uint32).reshape(-1, 2)) for ids in asked]
+        for _ in range(2):  # the first warms up
+            begin = time.perf_counter()
+            found = [_look_up(tables, of_one) for of_one in words]
+            jax.block_until_ready(found)
+        return (time.perf_counter() - begin) * 1e3 / len(words)
 
     def _by_threads(self, hit_rate: float, to_host: bool) -> float:
         """Returns the keys per second of several threads, each with keys of its own that were drawn before."""

@@ -242,14 +242,14 @@ def _train(options: argparse.Namespace) -> None:
             raise RuntimeError(f"bench_fresh: {int(refused)} rows were refused: the table is too small.")
         return len(ids) + len(gone)
 
-    base = options.folder / "warm"
-    checkpoint.export_full(base, collection, state, clock=1)
+    # Each version rests on what the export before it has returned, which has kept its keys.
+    base = checkpoint.export_full(options.folder / "warm", collection, state, clock=1, keeps_keys=True)
     for version in range(1, FIRST):  # Programs are compiled here.
         change(version)
-        checkpoint.export_delta(options.folder / f"warm{version}", collection, state, base, clock=version + 1)
-        base = options.folder / f"warm{version}"
+        path = options.folder / f"warm{version}"
+        base = checkpoint.export_delta(path, collection, state, base, clock=version + 1, keeps_keys=True)
     change(FIRST)
-    checkpoint.export_full(options.folder / "0", collection, state, clock=FIRST + 1)
+    base = checkpoint.export_full(options.folder / "0", collection, state, clock=FIRST + 1, keeps_keys=True)
     publisher = streams.Publisher(options.url, MODEL, max_bytes=32 << 30)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -260,7 +260,7 @@ def _train(options: argparse.Namespace) -> None:
         began = time.time()
         num_rows = change(version)
         exporting = time.time()
-        checkpoint.export_delta(path, collection, state, options.folder / f"{number - 1}", clock=version + 1)
+        base = checkpoint.export_delta(path, collection, state, base, clock=version + 1, keeps_keys=True)
         publishing = time.time()
         publisher.publish(path)
         ended = time.time()

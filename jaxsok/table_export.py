@@ -132,7 +132,7 @@ class _Lines:
 
 def _lines_of(records: Array, statistics: Array | None, number: int, since: int | None) -> Iterator[_Lines]:
     arrays = (records,) if statistics is None else (records, statistics)
-    for start, (words, *kept) in _blocks(arrays):
+    for start, (words, *kept) in blocks_of(arrays):
         keys = from_words(words[:, :2])
         is_mine = (keys != np.uint64(PADDING_KEY)) & (words[:, 2] == number)
         if since is not None:
@@ -141,7 +141,7 @@ def _lines_of(records: Array, statistics: Array | None, number: int, since: int 
         yield _Lines(mine + start, keys[mine], kept[0][mine] if kept else None)
 
 
-def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
+def blocks_of(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Yields all rows of arrays, a block at a time, as NumPy, with the number of the first row."""
     size = arrays[0].shape[0]
     block = min(BLOCK_ROWS, size)

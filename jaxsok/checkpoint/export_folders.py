@@ -17,6 +17,7 @@ from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
+from jaxsok.checkpoint.keys_by_row import KeysByRow
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of
 from jaxsok.checkpoint.saved import Source, check_forms, choose_tables
 from jaxsok.collection import Collection
@@ -40,6 +41,8 @@ class Exported:
     num_rows: dict[str, int]
     num_tombstones: dict[str, int]
     report: SaveReport
+    keys: KeysByRow | None = dataclasses.field(default=None, repr=False)
+    """The keys of all rows, if they were to be kept."""
 
 
 def export_full(
@@ -51,12 +54,14 @@ def export_full(
     compression: str = "none",
     host_bytes: int = HOST_BYTES,
     piece_bytes: int = PIECE_BYTES,
+    keeps_keys: bool = False,
 ) -> Exported:
     """Writes all tables into a new folder, which is there as a whole or not at all.
 
     All processes call, with the same `path` on a file system that they share. The state must not be donated before this
     returns. `clock` is the time, where lookups have a clock; None: the state's step. `compression` is "none", "lz4" or
     "zstd"; `host_bytes` the host memory that a process may take; `piece_bytes` are copied from the device at a time.
+    With `keeps_keys` the result has the keys of all rows, 9 bytes of host memory each, for a delta that rests on it.
 
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
@@ -81,26 +86,28 @@ def export_full(
       ({'item': 2}, {'item': 2})
     """
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _export("export_full", path, collection, state, options, clock)
+    return _export("export_full", path, collection, state, options, clock, keeps_keys=keeps_keys)
 
 
 def export_delta(
     path: Path,
     collection: Collection,
     state: State,
-    base: Path | Sequence[Path],
+    base: Path | Sequence[Path] | Exported,
     *,
     clock: int | None = None,
     compression: str = "none",
     host_bytes: int = HOST_BYTES,
     piece_bytes: int = PIECE_BYTES,
+    keeps_keys: bool = False,
 ) -> Exported:
     """Writes the changes since another export: rows whose last step is the base's or later, and keys that left.
 
     Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. Call it where a
     step has ended: an update after the export, by a plan of an earlier step, is not seen. All tables keep statistics
     (`TableSpec.statistics`). `base` is a folder of an export, or the tables' folder of a checkpoint; what it rests on
-    lies next to it, else give all links in order. The other arguments are those of `export_full`.
+    lies next to it, else give all links in order. Or it is what an export has returned: with `keeps_keys` that spares
+    this one reading the chain. The other arguments are those of `export_full`.
 
     Raises:
       FileExistsError, FileNotFoundError: as `export_full`.
@@ -110,7 +117,8 @@ def export_delta(
 
     Cost:
       The keys and statistics of all rows, and the rows that changed, go to the host. If a row went since the base, or
-      the state was restored since, all keys of the chain are read and looked for in the tables.
+      the state was restored since, all files of the chain are read, and their keys looked for in the tables; with a
+      base that has kept its keys, in a single process, only the keys that left their rows are.
 
     Example:
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`
@@ -124,9 +132,15 @@ def export_delta(
             )
     check_state(op, collection, state)
     check_untraced(op, state)
+    kept = base.keys if isinstance(base, Exported) else None
     with processes.fail_together(op):
-        chain = chain_of(op, base)
+        chain = chain_of(op, base.path if isinstance(base, Exported) else base)
         last = chain[-1].manifest
+        if isinstance(base, Exported) and last["uuid"] != base.uuid:
+            raise ValueError(
+                f'{op}: base: got the export {base.uuid}, whose folder "{base.path}" has {last["uuid"]} by now, wanted '
+                "the folder as it was written; pass the path of the export that the delta is to rest on."
+            )
         for source in chain:
             names = choose_tables(source, collection, None)
             check_forms(source, collection, names, "require")
@@ -137,7 +151,8 @@ def export_delta(
                 "state is older than it."
             )
         lineage_lib.check(op, collection, state, chain[-1].folder, last)
-    return _export(op, path, collection, state, SaveOptions(compression, host_bytes, piece_bytes), now, chain)
+    options = SaveOptions(compression, host_bytes, piece_bytes)
+    return _export(op, path, collection, state, options, now, chain, kept, keeps_keys=keeps_keys)
 
 
 def _export(
@@ -148,8 +163,14 @@ def _export(
     options: SaveOptions,
     clock: int | None,
     chain: Sequence[Source] = (),
+    kept: KeysByRow | None = None,
+    *,
+    keeps_keys: bool,
 ) -> Exported:
     """Writes, with a chain a delta on its last link, under another name; fails in all processes if in one."""
+    # Processes have rows of their own, and all of them must look for the same keys.
+    kept = kept if jax.process_count() == 1 else None
+    keys = KeysByRow.of(collection, state) if kept or keeps_keys else None
     final = pathlib.Path(path)
     rests_on = None
     if chain:
@@ -169,7 +190,10 @@ def _export(
         with processes.fail_together(op):
             if is_first:
                 folder.mkdir(parents=True)
-        gone = {table.name: find_gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
+        if kept and keys:
+            gone = kept.find_gone(op, collection, state, keys)
+        else:
+            gone = {table.name: find_gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
         with processes.fail_together(op):
             if not folder.is_dir():
                 raise FileNotFoundError(
@@ -202,4 +226,5 @@ def _export(
         num_rows[name] = table["num_rows"]
         num_tombstones[name] = sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
-    return Exported(final, **facts, num_rows=num_rows, num_tombstones=num_tombstones, report=saving.report)
+    counts = {"num_rows": num_rows, "num_tombstones": num_tombstones}
+    return Exported(final, **facts, **counts, report=saving.report, keys=keys if keeps_keys else None)

@@ -752,6 +752,50 @@ def test_some_tables_for_serving(chain):
     assert_same(content(other, state), held[2][0], names=["user.keys", "user.rows"])
 
 
+# Keys that are kept ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_devices", [None, 4])
+def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices):
+    """Keys that left, also while tables grew, and those that came back to other rows: as if the chain were read."""
+    collection = two(num_devices)
+    state = train(collection, collection.init(seed=1), 1)
+    base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)
+    keys = content(collection, state)["user.keys"]
+    state, _ = collection.erase(state, "user", keys[::2])
+    others = np.arange(10**6, 10**6 + 100, dtype=np.uint64)  # some take the rows of keys that left
+    state = collection.grow(state, 300)
+    ones = np.ones((len(others), 2), np.float32)
+    state, *_ = collection.assign(state, "user", others, ones)
+    state, *_ = collection.assign(state, "user", keys[:6], ones[:6])
+    state, _ = collection.clear(state, "item")
+    read = checkpoint.export_delta(tmp_path / "read", collection, state, base.path)
+    gone = set(keys[6::2].tolist())
+    assert gone and read.num_tombstones == {"user": len(gone), "item": base.num_rows["item"]}
+    for file in base.path.glob("*.arrow"):
+        file.write_bytes(b"")
+    with pytest.raises(checkpoint.CorruptFileError):
+        checkpoint.export_delta(tmp_path / "fails", collection, state, base.path)
+    compared = checkpoint.export_delta(tmp_path / "compared", collection, state, base)
+    assert compared.keys is None and compared.num_tombstones == read.num_tombstones
+    assert compared.num_rows == read.num_rows
+    for part in ("read", "compared"):
+        left = [path.read_bytes() for path in sorted((tmp_path / part).glob("*tombstones*"))]
+        assert left and left == [path.read_bytes() for path in sorted((tmp_path / "read").glob("*tombstones*"))]
+
+
+def test_a_folder_that_was_written_again_is_no_base(tmp_path):
+    """What an export returned describes the folder as it was."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)
+    shutil.rmtree(base.path)
+    again = checkpoint.export_full(tmp_path / "full", collection, state)
+    with pytest.raises(ValueError, match=rf"base: got the export {base.uuid}, whose folder .* has {again.uuid} by now"):
+        checkpoint.export_delta(tmp_path / "delta", collection, state, base)
+    assert not (tmp_path / "delta").exists()
+
+
 # In any order ---------------------------------------------------------------------------------------------------------
 
 
@@ -786,13 +830,16 @@ class Life(stateful.RuleBasedStateMachine):
     def clear(self, table):
         self.state, _ = self.collection.clear(self.state, table)
 
-    @stateful.rule()
-    def export(self):
+    @stateful.rule(is_kept=st.booleans(), keeps_keys=st.booleans())
+    def export(self, is_kept, keeps_keys):
         path = pathlib.Path(self.folder.name) / str(len(self.links))
         if self.links:
-            checkpoint.export_delta(path, self.collection, self.state, self.links[-1])
+            base = self.exported if is_kept else self.links[-1]
+            exported = checkpoint.export_delta(path, self.collection, self.state, base, keeps_keys=keeps_keys)
         else:
-            checkpoint.export_full(path, self.collection, self.state)
+            exported = checkpoint.export_full(path, self.collection, self.state, keeps_keys=keeps_keys)
+        assert (exported.keys is not None) == keeps_keys
+        self.exported = exported
         self.links.append(path)
         again = checkpoint.load(self.links, self.collection)
         assert_same(content(self.collection, again), content(self.collection, self.state))
