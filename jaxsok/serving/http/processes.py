@@ -31,7 +31,8 @@ import uvloop
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.http import running
 from jaxsok.serving.http.batching import ClosedError, QueueFullError
-from jaxsok.serving.http.remote import SIZES, Remote, pack, unpack
+from jaxsok.serving.http.calls import ParsedRequest
+from jaxsok.serving.http.remote import SIZES, Remote, join, pack, split, unpack
 from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import App, Held, ServerOptions
 
@@ -212,10 +213,11 @@ class Processes:
                 self._on_ready(self)
             self._unready.discard(about)
             return None, {}
-        (name, *rest), kind = about, self.app.kinds[op]
-        model = self._models[name]
-        values, version = await self.app.submit(kind, model, kind.take(arrays, model, *rest))
-        return version, kind.give(values)
+        name, num_keys, *rest = about
+        arrays = split(arrays[""], num_keys) if op == "lookup" else arrays
+        request = ParsedRequest(arrays, num_keys, *rest)
+        values, version = await self.app.submit(self.app.kinds[op], self._models[name], request)
+        return version, {"": join(values)} if op == "lookup" else values
 
 
 async def _wait_for_end(pid: int) -> None:
