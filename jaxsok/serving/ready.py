@@ -8,6 +8,7 @@ import collections
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, Generic, TypeVar
@@ -105,6 +106,35 @@ def _close_all() -> None:
         thread.stop()
     for thread in started:
         thread.close()
+
+
+class Repeated:
+    """A thread that does some work again and again: after `wait_s`, then after the seconds that `work` returns."""
+
+    def __init__(self, name: str, work: Callable[[], float], wait_s: float = 0.0) -> None:
+        self._work, self._wait_s, self._stopping = work, wait_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.is_alive, self.is_stopping = self._thread.is_alive, self._stopping.is_set
+        self.stop = self._stopping.set  # the work that runs is the last
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._wait_s):
+            self._wait_s = self._work()
+
+    def close(self, until: float | None = None) -> bool:
+        """Stops, and waits until a time of `time.monotonic` (None: any); returns whether the thread has ended."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(rest_s(until))
+        return not self._thread.is_alive()
+
+
+def rest_s(until: float | None) -> float | None:
+    """Returns the seconds until a time of `time.monotonic`; None stays None."""
+    return None if until is None else max(0.0, until - time.monotonic())
 
 
 class Ready(Generic[Program]):

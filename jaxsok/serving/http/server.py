@@ -203,7 +203,7 @@ class App:
             pool.shutdown(wait=False, cancel_futures=True)
         self._pools, self._bodies = [], None
         until = time.monotonic() + self.options.shutdown_s
-        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
+        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.close, until)
         if has_ended and self.num_running == 0:  # else it is in use, and the process ends anyway
             rest_s = max(0.0, until - time.monotonic())
             self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
