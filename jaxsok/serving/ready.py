@@ -77,7 +77,6 @@ class Background:
         self.forget()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, then drains."""
         self.stop()
         return self.drain(timeout_s)
 
@@ -161,7 +160,6 @@ class Ready(Generic[Program]):
             return is_made
 
     def need(self, where: Any, program: Program) -> None:
-        """Compiles a program unless it is compiled; the caller is about to call it."""
         if not self.has(where, program):
             self.make(where, program)
 
@@ -179,7 +177,6 @@ class Ready(Generic[Program]):
                     _put_last(self._made.setdefault(where, collections.OrderedDict()), program, MOST_MADE)
 
     def make_in_background(self, where: Any, program: Program) -> None:
-        """Compiles a program in a thread, for which no request waits."""
         self.background.offer((where, program), functools.partial(self.make, where, program))
 
     def list_used(self) -> list[Program]:

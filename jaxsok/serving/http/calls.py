@@ -62,7 +62,6 @@ class _Calls(abc.ABC):
                 return end.value
 
     async def run_remote(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
-        """Runs requests as `run` does, over a `Remote`."""
         ask = getattr(self.session, self.op)
         return await self.answer(model, requests, lambda request: ask(request, model))
 
@@ -185,7 +184,6 @@ class Predictions(_Calls):
 
 
 async def _run_joined(known: Any, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
-    """Runs predictions in one call."""
     arrays = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
     num_keys = {table: sum(request.num_keys[table] for request in requests) for table in requests[0].num_keys}
     answer = await ask(ParsedRequest(arrays, num_keys, sum(each.num_samples for each in requests), len(requests)))
@@ -203,7 +201,6 @@ async def _run_joined(known: Any, requests: Sequence[ParsedRequest], ask: Ask) -
 
 
 def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> dict[str, Any]:
-    """Reads the arrays of a request by name: tensors, or what JSON has."""
     if given == "tensors":
         return wire.read_tensors(body, kind.op)
     wire.check_json(body, *kind.most_values(model), kind.op)

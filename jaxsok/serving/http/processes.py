@@ -101,7 +101,6 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the front ends that run."""
         return [process.pid for process in self._running.values()]
 
     def run(self) -> None:
@@ -152,7 +151,6 @@ class Processes:
                 os.kill(pid, number)
 
     async def _keep(self, number: int) -> None:
-        """Keeps a front end running, until the server stops."""
         where = self._sockets[number]
         arguments = number, where, self._path, self._counts, self.app.options, self._of_clients
         with where:  # a front end that ends leaves its socket, and the connections that wait there, to the next
@@ -236,7 +234,6 @@ async def _wait_for_end(pid: int) -> None:
 def _work(
     number: int, where: socket.socket, path: str, counts: Any, options: ServerOptions, of_clients: Mapping[str, Any]
 ) -> None:
-    """Runs a front end, in its process."""
     os.setpgid(0, 0)  # an interrupt from a terminal is for the process of the session, which stops this one
     folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
     prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()

@@ -103,7 +103,6 @@ class Remote:
         return _open(answer)
 
     def scrape(self) -> bytes:
-        """Returns the metrics of all processes."""
         return self._ask("scrape", None)[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -111,7 +110,6 @@ class Remote:
         return True
 
     def report_ready(self, number: int) -> None:
-        """Reports that this front end, by its number, takes requests."""
         self._ask("ready", number)
 
     def _ask(self, op: str, about: Any) -> tuple[Any, dict[str, Any]]:

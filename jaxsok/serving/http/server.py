@@ -100,8 +100,6 @@ class Held:
 
 
 class _Request(Request):
-    """A request that is being answered."""
-
     num_bytes = 0  # that it holds: of its body, then of its response
 
 
@@ -339,7 +337,6 @@ class App:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Counts a call of the session while it runs."""
         with self._lock:
             self.num_running += 1
         try:

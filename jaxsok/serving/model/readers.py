@@ -236,7 +236,6 @@ class DeviceRows(_Programs):
         """Does nothing: there is no tier below."""
 
     def stop(self) -> None:
-        """Begins nothing more in the background."""
         self.ready.background.stop()
 
     def close(self, until: float | None) -> bool:
@@ -439,7 +438,6 @@ def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> Non
 
 
 def _total(counts: Sequence[Any]) -> Any:
-    """Adds up counts of one kind."""
     fields = [field.name for field in dataclasses.fields(counts[0])]
     return type(counts[0])(**{name: sum(getattr(mine, name) for mine in counts) for name in fields})
 
@@ -465,9 +463,7 @@ def _join_words(keys: Mapping[str, np.ndarray], program: Lookup) -> jaxtyping.UI
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def look_up_words(
-    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
-) -> list[Array]:
+def look_up_words(tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: Lookup) -> list[Array]:
     """Looks up the joined keys of some tables; returns the rows of each and counts, or the bits of all as one array."""
     inputs, start = {}, 0
     for name, size in sizes:

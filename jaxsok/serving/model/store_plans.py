@@ -143,7 +143,6 @@ class StorePlan:
 
     @property
     def changed_bytes(self) -> int:
-        """The bytes of the rows that it brings."""
         return sum(len(change.keys) * change.table.row_bytes for change in self.changes)
 
     @property
@@ -151,7 +150,6 @@ class StorePlan:
         return 64 * self.row_map.num_buckets
 
     def copy_bytes(self, old: FrozenStore) -> int:
-        """Counts the bytes of a copy of the store."""
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
         return (rows_bytes + self.piece_bytes) * self._has_rows(old) + self.index_bytes
 

@@ -100,7 +100,6 @@ class Version:
         )
 
     def rows(self) -> backing.RowSource:
-        """Gives all rows to a cache."""
         return backing.HostRows(self.tables, self.parts[0].maps, version=self.number, served=self.served)
 
     def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
@@ -162,12 +161,14 @@ class Memory:
         self.devices, self.free, self.lock = tuple(devices), free, lock
 
     def require(self, op: str, model: str, free: int | None, needed: int, why: str) -> None:
-        """Refuses to take more bytes than are free."""
         if free is not None and needed > free:
             raise ServingError(
                 f'{op}: model "{model}": memory: got {free} bytes free on {" and ".join(map(str, self.devices))}, '
                 f"wanted {needed} for {why}."
             )
+
+
+_HOST = Memory(["the host"], lambda: host_limits.available_bytes(), threading.Lock())
 
 
 class Reader(Protocol):
@@ -357,17 +358,9 @@ class Versions(AnyVersions):
         within += max((plan.piece_bytes for _, plan in pairs), default=0)
         why = f"an index and a piece of rows to update in place, or {copy_bytes} for a copy of what changes"
         self._memory.require("update", self.name, free, within, why)
-        self._require_host_room(sum(plan.changed_bytes for _, plan in pairs))
+        why = "the changed rows, as they were and as they will be; bring the changes in several deltas"
+        _HOST.require("update", self.name, _HOST.free(), 2 * sum(plan.changed_bytes for _, plan in pairs), why)
         return plans, True
-
-    def _require_host_room(self, changed_bytes: int) -> None:
-        """Refuses an update in place if the host cannot hold its rows as they were and as they will be."""
-        free, needed = host_limits.available_bytes(), 2 * changed_bytes
-        if free is not None and needed > free:
-            raise ServingError(
-                f'update: model "{self.name}": memory: got {free} bytes free on the host, wanted {needed} for the '
-                "changed rows, as they were and as they will be; bring the changes in several deltas."
-            )
 
     def _plans_of(self, part: Part, changes: Sequence[Change], is_roomy: bool) -> list[StorePlan]:
         spec, of_store = part.tables.spec, dict[int, list[Change]]()
