@@ -1,4 +1,4 @@
-"""Compiles programs of a model before they are needed, by the first request or by a new version.
+"""Threads in the background, and programs that are compiled before the first request or a new version needs them.
 
 A request decides which program it needs (sizes); a version, for what it is compiled: its tables (`Form`) and model.
 """

@@ -354,16 +354,15 @@ class App:
             with self._counted():
                 return kind.run(model.name, payloads)
 
-        async def run_remote(payloads: Sequence[ParsedRequest]) -> list[Any]:
-            with self._counted():
-                return await kind.run_remote(model.name, payloads)
-
-        is_remote = isinstance(self.session, Remote)
         # Threads for each model, so that a slow model delays no other.
+        is_remote = isinstance(self.session, Remote)
         pool = None if is_remote else self._pool(self.options.num_workers, "jaxsok-call")
 
         async def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
-            return await asyncio.get_running_loop().run_in_executor(pool, call, payloads)
+            if not is_remote:
+                return await asyncio.get_running_loop().run_in_executor(pool, call, payloads)
+            with self._counted():
+                return await kind.run_remote(model.name, payloads)
 
         def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
             self.metrics.batch_requests.labels(*labels).observe(sum(payload.num_requests for payload in payloads))
@@ -371,7 +370,7 @@ class App:
             self.metrics.splits.labels(*labels).inc(is_split)
 
         self._batchers[labels] = Batcher(
-            run_remote if is_remote else run,
+            run,
             {"": model.max_batch_size, **model.max_keys},  # by the names of `ParsedRequest.costs`
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
