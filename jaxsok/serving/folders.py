@@ -27,6 +27,7 @@ from jaxsok.serving.frozen import FrozenTable, table_that_reads
 
 Path = str | os.PathLike[str]
 KeyBits = Literal[32, 64]
+Tables = Mapping[str, FrozenTable]
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not committed
 
 
@@ -149,9 +150,7 @@ def open_saved(op: str, path: Path) -> list[TableSource]:
     return [open_table(folder, table=name, dim=saved.form(name).dim, op=op) for name in saved.manifest["tables"]]
 
 
-def open_all(
-    op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: KeyBits
-) -> dict[str, TableSource]:
+def open_all(op: str, model: str, folder: pathlib.Path, tables: Tables, key_bits: KeyBits) -> dict[str, TableSource]:
     """Opens the tables of a model: in an export, a checkpoint, HPS directories by name, or one HPS directory."""
     is_one = _is_hps(folder)
     if is_one and len(tables) > 1:
@@ -165,9 +164,7 @@ def open_all(
     return open_links(op, model, [_find(op, folder, next(iter(tables)))[0]], tables, key_bits)
 
 
-def open_links(
-    op: str, model: str, paths: Sequence[Path], tables: Mapping[str, FrozenTable], key_bits: KeyBits
-) -> dict[str, TableSource]:
+def open_links(op: str, model: str, paths: Sequence[Path], tables: Tables, key_bits: KeyBits) -> dict[str, TableSource]:
     """Opens exports that follow each other, deltas or a full one and deltas, as one source for each table."""
     links = [Source.of(op, pathlib.Path(path)) for path in paths]
     if not links:

@@ -287,7 +287,6 @@ def freeze(
 
 
 def table_that_reads(name: str, dim: int, dtype: Any, absent: float | initializers.InitialRows) -> FrozenTable:
-    """Makes a table from the row that missing keys read."""
     if isinstance(absent, initializers.InitialRows):
         return FrozenTable(name, dim, dtype=dtype, initial=absent)
     return FrozenTable(name, dim, absent, dtype)

@@ -1,4 +1,4 @@
-"""Compiles programs of a model before they are needed, by the first request or by a new version.
+"""Threads in the background, and programs that are compiled before the first request or a new version needs them.
 
 A request decides which program it needs (sizes); a version, for what it is compiled: its tables (`Form`) and model.
 """
@@ -8,6 +8,7 @@ import collections
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, Generic, TypeVar
@@ -76,7 +77,6 @@ class Background:
         self.forget()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, then drains."""
         self.stop()
         return self.drain(timeout_s)
 
@@ -107,6 +107,35 @@ def _close_all() -> None:
         thread.close()
 
 
+class Repeated:
+    """A thread that does some work again and again: after `wait_s`, then after the seconds that `work` returns."""
+
+    def __init__(self, name: str, work: Callable[[], float], wait_s: float = 0.0) -> None:
+        self._work, self._wait_s, self._stopping = work, wait_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.is_alive, self.is_stopping = self._thread.is_alive, self._stopping.is_set
+        self.stop = self._stopping.set  # the work that runs is the last
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._wait_s):
+            self._wait_s = self._work()
+
+    def close(self, until: float | None = None) -> bool:
+        """Stops, and waits until a time of `time.monotonic` (None: any); returns whether the thread has ended."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(rest_s(until))
+        return not self._thread.is_alive()
+
+
+def rest_s(until: float | None) -> float | None:
+    """Returns the seconds until a time of `time.monotonic`; None stays None."""
+    return None if until is None else max(0.0, until - time.monotonic())
+
+
 class Ready(Generic[Program]):
     """A record of which programs are compiled where, and which were called last."""
 
@@ -131,7 +160,6 @@ class Ready(Generic[Program]):
             return is_made
 
     def need(self, where: Any, program: Program) -> None:
-        """Compiles a program unless it is compiled; the caller is about to call it."""
         if not self.has(where, program):
             self.make(where, program)
 
@@ -149,7 +177,6 @@ class Ready(Generic[Program]):
                     _put_last(self._made.setdefault(where, collections.OrderedDict()), program, MOST_MADE)
 
     def make_in_background(self, where: Any, program: Program) -> None:
-        """Compiles a program in a thread, for which no request waits."""
         self.background.offer((where, program), functools.partial(self.make, where, program))
 
     def list_used(self) -> list[Program]:

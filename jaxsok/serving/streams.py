@@ -16,7 +16,6 @@ import os
 import pathlib
 import secrets
 import tempfile
-import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from jaxsok.manifests import check_value, entries, integer, list_of, optional, t
 from jaxsok.serving.config import UpdateSource
 from jaxsok.serving.databases.redis import RedisClusterException, redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
+from jaxsok.serving.ready import Repeated
 
 __all__ = ["Publisher"]
 
@@ -240,7 +240,7 @@ class Publisher:
         self._stream.close()
 
 
-class Follower:
+class Follower(Repeated):
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
     It goes on from what the tables hold, so a server that was opened again replays what it lacks.
@@ -248,27 +248,21 @@ class Follower:
 
     def __init__(self, source: UpdateSource, model: str, served: Any) -> None:
         """Takes the model of a session (`model.served.Served`)."""
+        super().__init__("jaxsok-follow", self._follow)
         self._stream, self._consumer, self._served = _Stream("follow", source.brokers, model), source.consumer, served
         # All of these are set by `look` alone; `stats` reads them.
         self._position = "0-0"  # the last version that the tables hold
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
-        self._stop = threading.Event()
-        self.stop = self._stop.set  # no further version is applied from then on
-        self._thread = threading.Thread(target=self._follow, name="jaxsok-follow", daemon=True)
 
     def start(self) -> None:
         """Applies what is there, then starts the thread; after a failure the tables are served as they are."""
         while self._try(0.0):
             pass
-        self._thread.start()
+        super().start()
 
     def close(self, until: float | None = None) -> bool:
-        """Waits for the update that runs, to a time of `time.monotonic` (None: any); returns whether all has ended."""
-        self.stop()
-        if self._thread.ident is not None:
-            self._thread.join(None if until is None else max(0.0, until - time.monotonic()))
-        has_ended = not self._thread.is_alive()
+        has_ended = super().close(until)
         if has_ended:
             self._stream.close()
         return has_ended
@@ -283,10 +277,8 @@ class Follower:
             "is_following": not self._error,
         }
 
-    def _follow(self) -> None:
-        while not self._stop.is_set():
-            if self._try(WAIT_S) is None:
-                self._stop.wait(RETRY_S)
+    def _follow(self) -> float:
+        return RETRY_S if self._try(WAIT_S) is None else 0.0
 
     def _try(self, wait_s: float) -> int | None:
         try:

@@ -125,7 +125,7 @@ class Session:
         return answer
 
     def predict(self, inputs, model=None):
-        num_samples = len(inputs["user"].offsets) - 1
+        num_samples = len(inputs["user"].lengths)
         version = self._begin("predict", model, {"samples": num_samples})
         if num_samples > MAX_BATCH_SIZE:
             raise errors.RequestTooLargeError("the batch is larger than a call may be")
@@ -139,7 +139,7 @@ class Session:
         numbers = (user.keys % np.uint64(1009)).astype(np.float64) * (1 if user.weights is None else user.weights)
         answer = Answer()
         answer.version = version
-        ends = user.offsets
+        ends = [0, *itertools.accumulate(user.lengths)]
         logits = np.array([numbers[begin:end].sum() for begin, end in itertools.pairwise(ends)])
         for array in arrays.values():
             logits = logits + array.astype(np.float64).reshape(num_samples, -1).sum(axis=1)

@@ -294,7 +294,7 @@ def test_frames_keep_all_arrays():
         "a": np.arange(6, dtype=np.uint64).reshape(2, 3)[:, ::2],
         "none": np.zeros((0, 4), np.float32),
         "half": np.array([[1.5]], ml_dtypes.bfloat16),
-        "bags": Bags(np.arange(3, dtype=np.uint64), offsets=np.array([0, 1, 3], np.int32)),
+        "bags": Bags(np.arange(3, dtype=np.uint64), lengths=np.array([1, 2], np.int32)),
     }
     frame = remote.pack(("head", 7), given)
     size, data_size = remote.SIZES.unpack(frame[: remote.SIZES.size])
@@ -304,7 +304,7 @@ def test_frames_keep_all_arrays():
     for name in ("a", "none", "half"):
         assert got[name].dtype == given[name].dtype
         np.testing.assert_array_equal(got[name], given[name])
-    assert got["bags"].keys.tolist() == [0, 1, 2] and got["bags"].offsets.tolist() == [0, 1, 3]
+    assert got["bags"].keys.tolist() == [0, 1, 2] and got["bags"].lengths.tolist() == [1, 2]
     assert got["bags"].weights is None
 
 

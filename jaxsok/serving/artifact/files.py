@@ -91,7 +91,6 @@ def write(path: pathlib.Path, programs: Mapping[str, bytes], manifest: dict[str,
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Hashes a manifest without its own checksum."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -19,7 +19,7 @@ from jaxsok import keys as keys_lib
 from jaxsok.records import hottest_rows
 from jaxsok.serving.backing import RowSource, fetch_lines, join_lines, round_rows
 from jaxsok.serving.cache import programs
-from jaxsok.serving.cache.compiled import LEAST_KEYS
+from jaxsok.serving.cache.programs import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import Batch, DeviceStores

@@ -11,8 +11,7 @@ import numpy as np
 from jaxsok import keys as keys_lib
 from jaxsok.serving import quantize
 from jaxsok.serving.backing import Lines, fetch_lines
-from jaxsok.serving.cache.compiled import LEAST_KEYS
-from jaxsok.serving.cache.programs import Queried
+from jaxsok.serving.cache.programs import LEAST_KEYS, Queried, Sizes
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import DeviceStores, Snapshot
 from jaxsok.serving.errors import refusals, require_mapping
@@ -37,9 +36,7 @@ class Part:
 class Request:
     """Checked keys, packed into one array for each store; `choose` gives its size, from the least power of two."""
 
-    def __init__(
-        self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[tuple[int, ...]], tuple[int, ...]]
-    ) -> None:
+    def __init__(self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[Sizes], Sizes]) -> None:
         require_mapping("lookup: keys", keys, "tables to keys")
         words: list[list[np.ndarray]] = [[] for _ in spec.stores]
         ids: list[list[np.ndarray]] = [[] for _ in spec.stores]
@@ -163,7 +160,6 @@ class Fetcher:
         return fetched
 
     def _fetch_missed(self) -> None:
-        """Fetches and inserts the misses of all lookups that wait."""
         with self._lock:
             missed, self._missed = self._missed, []
         names = sorted({name for some in missed for name in some})

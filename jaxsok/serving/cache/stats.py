@@ -53,7 +53,6 @@ class Counter:
         self._later: list[dict[str, Any]] = []  # counts on the device, to be added to those of all tables
 
     def add(self, table: str | None = None, **more: int) -> None:
-        """Adds to the counts of all tables together, and to those of a table if one is named."""
         with self._lock:
             _add(self._stats, more)
             if table is not None:

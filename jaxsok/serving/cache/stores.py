@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from jaxsok.serving.backing import Lines, RowSource, join_lines, take
 from jaxsok.serving.cache import programs
-from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
+from jaxsok.serving.cache.programs import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
@@ -55,7 +55,7 @@ class DeviceStores:
     """The arrays of all stores of a cache.
 
     One tick of the clock is one query or one insertion; both run in the order of their ticks. Programs donate the
-    arrays to each other, so each dispatch happens under the lock; compiling does not (compiled.py).
+    arrays to each other, so each dispatch happens under the lock; compiling does not.
     """
 
     def __init__(

@@ -72,8 +72,6 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
 
 
 class _Repeated(dict):
-    """A JSON object that has a key more than once."""
-
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
         ((self.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -215,15 +213,17 @@ class _Reader:
         self.fail(_join(path, str(name)), f"{text}nothing is meant")
 
     def note_no_effect(self, path: str, value: Any, reason: str) -> None:
-        """Notes a key; the first reason stands."""
         self.without.setdefault(path, values_lib.WithoutEffect(path, _freeze(value), reason))
+
+    def note_block(self, name: str, given: Mapping[str, Any], reason: str) -> None:
+        """Notes all keys of a block but `type`."""
+        for key in set(given.get(name, ())) - {"type"}:
+            self.note_no_effect(f"{name}.{key}", given[name][key], reason)
 
     def check_updates(self, given: Mapping[str, Any], updates: UpdateSource) -> None:
         """Refuses a stream without a server; notes keys that set nothing without a stream."""
         if updates.type is None:
-            for key in set(given.get("update_source") or ()) - {"type"}:
-                value = given["update_source"][key]
-                self.note_no_effect(f"update_source.{key}", value, "update_source has no type")
+            self.note_block("update_source", given, "update_source has no type")
         elif not updates.brokers.startswith(("redis://", "rediss://", "unix://")):
             remedy = "Redis keeps the stream there"
             self.refuse("update_source.brokers", updates.brokers, 'a URL, as "redis://10.0.0.1:6379"', remedy)
@@ -236,9 +236,7 @@ class _Reader:
             if name in given and is_unused and database.type != "disabled":
                 self.note_no_effect(f"{name}.type", database.type, "all rows of all models are on the device")
             if database.type not in ("redis_cluster", "rocks_db"):
-                for key in set(given.get(name, ())) - {"type"}:
-                    reason = f"it is of a database, and {name} is {database.type}"
-                    self.note_no_effect(f"{name}.{key}", given[name][key], reason)
+                self.note_block(name, given, f"it is of a database, and {name} is {database.type}")
         is_rocks = persistent.type == "rocks_db"
         if is_rocks and volatile.type in ("hash_map", "parallel_hash_map") and not is_unused:
             remedy = 'a map (as without the block) holds every row in host memory: write {"type": "disabled"}'
@@ -327,7 +325,6 @@ class _Reader:
             self.refuse(path, file, "a path of this machine", remedy)
 
     def resolve_cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
-        """Sets the kind of cache; refuses unknown kinds."""
         kind, at = values["embedding_cache_type"], f"{path}.embedding_cache_type"
         if values["use_static_table"]:
             if "embedding_cache_type" in given and kind != "static":
@@ -351,7 +348,6 @@ class _Reader:
             self.refuse(at, list(values["deployed_device_list"]), "one device with uvm", remedy)
 
     def resolve_row_dtype(self, path: str, values: dict[str, Any]) -> None:
-        """Sets the dtype of rows on the device, and clears the keys that another kind of cache has."""
         is_static = values["embedding_cache_type"] == "static"
         if values["enable_pagelock"] and is_static:
             remedy = "take a dynamic cache, whose rows lie in host memory, if they do not fit"

@@ -97,7 +97,6 @@ class RedisDatabase(Database):
                     self._evict(part)
 
     def _evict(self, part: str) -> None:
-        """Removes rows of a partition by the policy, until it has its target size."""
         policy = self._config.overflow_policy
         target = int(self._config.overflow_margin * self._config.overflow_resolution_target + 0.5)
         (fields,) = self._run([("HKEYS", f"{part}v")])
@@ -142,7 +141,6 @@ class RedisDatabase(Database):
         return (fields[part] for part in slices(len(fields), self.max_batch_size))
 
     def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Sends commands, all at once, and gives their replies."""
 
         def run() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)

@@ -46,7 +46,6 @@ class Database(abc.ABC):
     @abc.abstractmethod
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
     def close(self) -> None:
-        """Ends background work; disconnects."""
         self.background.close()
 
 

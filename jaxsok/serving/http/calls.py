@@ -8,16 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxsok.features import Bags, offsets_of
+from jaxsok.features import Bags
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, require_table
 from jaxsok.serving.http import wire
-from jaxsok.serving.http.remote import join, split
 from jaxsok.serving.model.served import check_bits
 
 Arrays = dict[str, np.ndarray]
 Results = list[tuple[Arrays, int]]  # the arrays of each request, and their version
-Ask = Callable[[Mapping[str, Any], int], Awaitable[Any]]  # calls the session for some requests: arrays, their number
 _PARTS = ("values", "lengths", "weights")  # of ragged bags
 
 
@@ -41,6 +39,9 @@ class ParsedRequest:
         return self.num_samples or sum(self.num_keys.values())
 
 
+Ask = Callable[[ParsedRequest], Awaitable[Any]]  # calls the session for requests that are joined to one
+
+
 @dataclasses.dataclass(frozen=True)
 class _Calls(abc.ABC):
     session: Any
@@ -50,8 +51,8 @@ class _Calls(abc.ABC):
     def run(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
         """Runs requests in as few calls of the session as they allow, in this thread."""
 
-        async def ask(arrays: Mapping[str, Any], _: int) -> Any:
-            return getattr(self.session, self.op)(arrays, model=model)
+        async def ask(request: ParsedRequest) -> Any:
+            return getattr(self.session, self.op)(request.arrays, model=model)
 
         answer = self.answer(model, requests, ask)
         while True:
@@ -61,9 +62,8 @@ class _Calls(abc.ABC):
                 return end.value
 
     async def run_remote(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
-        """Runs requests as `run` does, over a `Remote`."""
         ask = getattr(self.session, self.op)
-        return await self.answer(model, requests, lambda arrays, number: ask(arrays, model, num_requests=number))
+        return await self.answer(model, requests, lambda request: ask(request, model))
 
     @abc.abstractmethod
     async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
@@ -95,20 +95,13 @@ class Lookups(_Calls):
         _check_most(total, self.max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
-    def take(self, arrays: Mapping[str, Any], model: Any, num_requests: int, sizes: Mapping[str, int]) -> ParsedRequest:
-        """Takes the keys that a front end has checked and joined of some requests (`Remote.lookup`)."""
-        return ParsedRequest(split(arrays[""], sizes), sizes, num_requests=num_requests)
-
-    def give(self, rows: Arrays) -> Arrays:
-        """Makes of the rows what a front end takes."""
-        return {"": join(rows)}
-
     async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
-        answer = await ask(joined, len(requests))
+        num_keys = {name: keys.size for name, keys in joined.items()}
+        answer = await ask(ParsedRequest(joined, num_keys, num_requests=len(requests)))
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
         results, ends = [], dict.fromkeys(names, 0)
         for request in requests:
@@ -172,22 +165,6 @@ class Predictions(_Calls):
             _check_most(number, model.max_keys[table], f'{op}: table "{table}"')
         return ParsedRequest(inputs, num_keys, num_samples)
 
-    def take(self, inputs: Mapping[str, Any], model: Any, num_requests: int, _: None) -> ParsedRequest:
-        """Takes the inputs that a front end has checked and joined of some requests: Bags with offsets."""
-        arrays, num_keys = dict[str, Any](), collections.Counter[str]()
-        for name, value in inputs.items():
-            if isinstance(value, Bags):
-                value = Bags(value.keys, lengths=np.diff(value.offsets), weights=value.weights)
-            arrays[name] = value
-            if isinstance(spec := (model.inputs or {}).get(name), BagsInput | KeysInput):
-                num_keys[spec.table] += (value.keys if isinstance(value, Bags) else value).size
-        first = next(iter(arrays.values()))
-        num_samples = len(first.lengths if isinstance(first, Bags) else first)
-        return ParsedRequest(arrays, num_keys, num_samples, num_requests)
-
-    def give(self, outputs: Arrays) -> Arrays:
-        return outputs
-
     async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
         """Gives each request its outputs, and the version.
 
@@ -207,9 +184,9 @@ class Predictions(_Calls):
 
 
 async def _run_joined(known: Any, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
-    """Runs predictions in one call."""
-    joined = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-    answer = await ask(joined, len(requests))
+    arrays = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
+    num_keys = {table: sum(request.num_keys[table] for request in requests) for table in requests[0].num_keys}
+    answer = await ask(ParsedRequest(arrays, num_keys, sum(each.num_samples for each in requests), len(requests)))
     outputs = {name: np.asarray(value) for name, value in answer.items()}
     for name, value in outputs.items():
         if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
@@ -224,7 +201,6 @@ async def _run_joined(known: Any, requests: Sequence[ParsedRequest], ask: Ask) -
 
 
 def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> dict[str, Any]:
-    """Reads the arrays of a request by name: tensors, or what JSON has."""
     if given == "tensors":
         return wire.read_tensors(body, kind.op)
     wire.check_json(body, *kind.most_values(model), kind.op)
@@ -275,12 +251,8 @@ def _shapes(request: ParsedRequest) -> Any:
 
 
 def _join(values: Sequence[Any]) -> Any:
-    """Joins the values of one input as the session takes it."""
     if not isinstance(values[0], Bags):
         return np.concatenate(values)
-    lengths = np.concatenate([value.lengths for value in values])
-    return Bags(
-        np.concatenate([value.keys for value in values]),
-        offsets=offsets_of(lengths).astype(np.int32),
-        weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
-    )
+    keys, lengths = (np.concatenate([getattr(bags, part) for bags in values]) for part in ("keys", "lengths"))
+    weights = None if values[0].weights is None else np.concatenate([bags.weights for bags in values])
+    return Bags(keys, lengths=lengths, weights=weights)

@@ -31,7 +31,8 @@ import uvloop
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.http import running
 from jaxsok.serving.http.batching import ClosedError, QueueFullError
-from jaxsok.serving.http.remote import SIZES, Remote, pack, unpack
+from jaxsok.serving.http.calls import ParsedRequest
+from jaxsok.serving.http.remote import SIZES, Remote, join, pack, split, unpack
 from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import App, Held, ServerOptions
 
@@ -100,7 +101,6 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the front ends that run."""
         return [process.pid for process in self._running.values()]
 
     def run(self) -> None:
@@ -151,7 +151,6 @@ class Processes:
                 os.kill(pid, number)
 
     async def _keep(self, number: int) -> None:
-        """Keeps a front end running, until the server stops."""
         where = self._sockets[number]
         arguments = number, where, self._path, self._counts, self.app.options, self._of_clients
         with where:  # a front end that ends leaves its socket, and the connections that wait there, to the next
@@ -212,10 +211,11 @@ class Processes:
                 self._on_ready(self)
             self._unready.discard(about)
             return None, {}
-        (name, *rest), kind = about, self.app.kinds[op]
-        model = self._models[name]
-        values, version = await self.app.submit(kind, model, kind.take(arrays, model, *rest))
-        return version, kind.give(values)
+        name, num_keys, *rest = about
+        arrays = split(arrays[""], num_keys) if op == "lookup" else arrays
+        request = ParsedRequest(arrays, num_keys, *rest)
+        values, version = await self.app.submit(self.app.kinds[op], self._models[name], request)
+        return version, {"": join(values)} if op == "lookup" else values
 
 
 async def _wait_for_end(pid: int) -> None:
@@ -234,7 +234,6 @@ async def _wait_for_end(pid: int) -> None:
 def _work(
     number: int, where: socket.socket, path: str, counts: Any, options: ServerOptions, of_clients: Mapping[str, Any]
 ) -> None:
-    """Runs a front end, in its process."""
     os.setpgid(0, 0)  # an interrupt from a terminal is for the process of the session, which stops this one
     folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
     prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()

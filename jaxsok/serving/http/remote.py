@@ -22,14 +22,15 @@ import numpy as np
 
 from jaxsok.features import Bags
 from jaxsok.serving.http.batching import ClosedError
+from jaxsok.serving.http.calls import ParsedRequest
 from jaxsok.serving.model.served import Answer
 
 SIZES = struct.Struct("<IQ")
-_PARTS = ("keys", "offsets", "weights")  # of bags
+_PARTS = ("keys", "lengths", "weights")  # of bags
 
 
 def pack(head: Any, arrays: Mapping[str, Any]) -> bytes:
-    """Writes a frame; the arrays may be Bags with offsets."""
+    """Writes a frame; the arrays may be Bags with lengths."""
     spec, data = [], []
     for name, value in arrays.items():
         of_bags = [(part, getattr(value, part)) for part in _PARTS] if isinstance(value, Bags) else [("", value)]
@@ -66,25 +67,24 @@ def split(joined: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]
 class Remote:
     """A session whose tables are in another process; lookups and predictions wait for it on the event loop.
 
-    A thread keeps `models` as they are served, and calls `on_end` when the other process has ended. Each thread that
-    calls has a connection of its own.
+    A thread keeps `models` as they are served, and calls `on_end` when the other process has ended.
     """
 
     def __init__(self, path: str, on_end: Callable[[], None]) -> None:
-        self._path, self._on_end, self._local = path, on_end, threading.local()
+        self._path, self._on_end = path, on_end
         self._free: list[_Connection] = []  # connections of the event loop without a frame under way
         self.models: Mapping[str, Any] = self._ask("models", None)[0]
         threading.Thread(target=self._follow, name="jaxsok-models", daemon=True).start()
 
-    async def lookup(self, keys: Mapping[str, np.ndarray], model: str, num_requests: int = 1) -> Answer:
+    async def lookup(self, request: ParsedRequest, model: str) -> Answer:
         """Looks up keys without shape; all are one array on the way, and all rows: tens of tables take less time so."""
-        sizes, tables = {name: array.size for name, array in keys.items()}, self.models[model].tables
-        version, found = await self._send("lookup", (model, num_requests, sizes), {"": join(keys)})
-        rows = split(found[""], {name: size * tables[name].dim for name, size in sizes.items()})
+        tables = self.models[model].tables
+        version, found = await self._send("lookup", _about(request, model), {"": join(request.arrays)})
+        rows = split(found[""], {name: size * tables[name].dim for name, size in request.num_keys.items()})
         return Answer({name: row.reshape(-1, tables[name].dim) for name, row in rows.items()}, version=version)
 
-    async def predict(self, inputs: Mapping[str, Any], model: str, num_requests: int = 1) -> Answer:
-        version, arrays = await self._send("predict", (model, num_requests, None), inputs)
+    async def predict(self, request: ParsedRequest, model: str) -> Answer:
+        version, arrays = await self._send("predict", _about(request, model), request.arrays)
         return Answer(arrays, version=version)
 
     async def _send(self, op: str, about: Any, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -103,7 +103,6 @@ class Remote:
         return _open(answer)
 
     def scrape(self) -> bytes:
-        """Returns the metrics of all processes."""
         return self._ask("scrape", None)[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -111,22 +110,17 @@ class Remote:
         return True
 
     def report_ready(self, number: int) -> None:
-        """Reports that this front end, by its number, takes requests."""
         self._ask("ready", number)
 
     def _ask(self, op: str, about: Any) -> tuple[Any, dict[str, Any]]:
         """Asks, and waits for the answer in this thread."""
-        connection = getattr(self._local, "connection", None) or socket.socket(socket.AF_UNIX)
         try:
-            if getattr(self._local, "connection", None) is None:
+            with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(self._path)
-                self._local.connection = connection
-            connection.sendall(pack((op, about), {}))
-            with connection.makefile("rb") as file:  # no more than the answer comes, so it reads nothing beyond
-                answer = [_receive(file, size) for size in SIZES.unpack(_receive(file, SIZES.size))]
+                connection.sendall(pack((op, about), {}))
+                with connection.makefile("rb") as file:
+                    answer = [_receive(file, size) for size in SIZES.unpack(_receive(file, SIZES.size))]
         except OSError:
-            self._local.connection = None  # the next request may have another
-            connection.close()
             raise ClosedError from None
         return _open(answer)
 
@@ -179,6 +173,10 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionError())
+
+
+def _about(request: ParsedRequest, model: str) -> tuple[Any, ...]:
+    return model, request.num_keys, request.num_samples, request.num_requests
 
 
 def _buffer(num_bytes: int) -> memoryview:

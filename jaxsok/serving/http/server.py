@@ -100,8 +100,6 @@ class Held:
 
 
 class _Request(Request):
-    """A request that is being answered."""
-
     num_bytes = 0  # that it holds: of its body, then of its response
 
 
@@ -203,7 +201,7 @@ class App:
             pool.shutdown(wait=False, cancel_futures=True)
         self._pools, self._bodies = [], None
         until = time.monotonic() + self.options.shutdown_s
-        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
+        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.close, until)
         if has_ended and self.num_running == 0:  # else it is in use, and the process ends anyway
             rest_s = max(0.0, until - time.monotonic())
             self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
@@ -339,7 +337,6 @@ class App:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Counts a call of the session while it runs."""
         with self._lock:
             self.num_running += 1
         try:
@@ -357,16 +354,15 @@ class App:
             with self._counted():
                 return kind.run(model.name, payloads)
 
-        async def run_remote(payloads: Sequence[ParsedRequest]) -> list[Any]:
-            with self._counted():
-                return await kind.run_remote(model.name, payloads)
-
-        is_remote = isinstance(self.session, Remote)
         # Threads for each model, so that a slow model delays no other.
+        is_remote = isinstance(self.session, Remote)
         pool = None if is_remote else self._pool(self.options.num_workers, "jaxsok-call")
 
         async def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
-            return await asyncio.get_running_loop().run_in_executor(pool, call, payloads)
+            if not is_remote:
+                return await asyncio.get_running_loop().run_in_executor(pool, call, payloads)
+            with self._counted():
+                return await kind.run_remote(model.name, payloads)
 
         def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
             self.metrics.batch_requests.labels(*labels).observe(sum(payload.num_requests for payload in payloads))
@@ -374,7 +370,7 @@ class App:
             self.metrics.splits.labels(*labels).inc(is_split)
 
         self._batchers[labels] = Batcher(
-            run_remote if is_remote else run,
+            run,
             {"": model.max_batch_size, **model.max_keys},  # by the names of `ParsedRequest.costs`
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,

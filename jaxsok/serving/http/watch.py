@@ -4,12 +4,12 @@ import logging
 import os
 import pathlib
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxsok.serving import folders
+from jaxsok.serving.ready import Repeated
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class _Found(NamedTuple):
     kind: Literal["full", "delta"]
 
 
-class Watcher:
+class Watcher(Repeated):
     """A thread that polls a folder; docs/server.md has its form.
 
     `observe` is called with the model and "applied", "skipped" or "refused" for each folder.
@@ -38,32 +38,20 @@ class Watcher:
         interval_s: float = 2.0,
         observe: Callable[[str, str], None] = lambda model, result: None,
     ) -> None:
+        super().__init__("jaxsok-watch", self._watch)
         require_folder(folder)
         self.folder = pathlib.Path(folder)
         self._session, self._interval_s, self._observe = session, interval_s, observe
         self._done: set[pathlib.Path] = set()
         self._last: dict[str, _Order] = {}  # of the last applied folder, by model
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 30.0) -> bool:
-        """Ends the thread after the update that it runs; returns whether it has ended."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self.look()
-            except Exception:
-                _log.exception("watch: %s", self.folder)
-            self._stop.wait(self._interval_s)
+    def _watch(self) -> float:
+        try:
+            self.look()
+        except Exception:
+            _log.exception("watch: %s", self.folder)
+        return self._interval_s
 
     def look(self) -> int:
         """Applies new folders, from the last full export that is not refused on; returns how many were applied.
@@ -109,7 +97,7 @@ class Watcher:
     def _apply(self, pending: Sequence[_Found], number: int) -> bool:
         found = pending[number]
         failed_at, _ = self._refused.get(found.path, (-RETRY_S, ""))
-        if self._stop.is_set() or time.monotonic() - failed_at < RETRY_S:
+        if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
         tables, dense = found.path / "tables", found.path / "dense"
         options = {"dense_file": str(dense)} if dense.exists() else {}

@@ -51,7 +51,6 @@ def extent(shape: Iterable[int]) -> int:
 
 
 def brief(value: Any) -> str:
-    """Shortens a client's value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 

@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -26,7 +25,7 @@ from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
 from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
-from jaxsok.serving.ready import Ready
+from jaxsok.serving.ready import Ready, Repeated, rest_s
 from jaxsok.types import COUNTS, PADDING_KEY
 
 LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
@@ -237,7 +236,6 @@ class DeviceRows(_Programs):
         """Does nothing: there is no tier below."""
 
     def stop(self) -> None:
-        """Begins nothing more in the background."""
         self.ready.background.stop()
 
     def close(self, until: float | None) -> bool:
@@ -253,8 +251,7 @@ class CachedRows(_Programs):
         self.sizes = _Sizes(config, tuple(versions.current.tables.tables))
         self.ready: Ready[Program] = Ready(self._compile)
         self.caches, self.num_warm_ups = (self,), 0
-        self._is_closed = threading.Event()
-        self.clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        self.clock = Repeated("jaxsok-refresh", self._refresh_by_the_clock, config.refresh_delay)
         self.cache = cache_lib.DeviceCache(
             versions.current.rows(),
             fraction=config.gpucacheper if config.gpucache else 1e-9,
@@ -334,26 +331,22 @@ class CachedRows(_Programs):
     def refresh(self) -> None:
         self.cache.refresh()
 
-    def _refresh_by_the_clock(self) -> None:
-        wait_s = self._config.refresh_delay
-        while not self._is_closed.wait(wait_s):
-            wait_s = self._config.refresh_interval
-            try:
-                self.cache.refresh()
-            except Exception:  # any tier may fail; the next refresh may succeed
-                if not self._is_closed.is_set():
-                    _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self._config.model)
+    def _refresh_by_the_clock(self) -> float:
+        try:
+            self.cache.refresh()
+        except Exception:  # any tier may fail; the next refresh may succeed
+            if not self.clock.is_stopping():
+                _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self._config.model)
+        return self._config.refresh_interval
 
     def stop(self) -> None:
-        self._is_closed.set()
+        self.clock.stop()
         self.ready.background.stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None) -> bool:
         self.stop()
-        if self.clock.is_alive():
-            self.clock.join(rest_s(until))
-        has_ended = self.ready.background.close(rest_s(until)) and not self.clock.is_alive()
+        has_ended = self.clock.close(until) & self.ready.background.close(rest_s(until))
         return self.cache.close(rest_s(until)) and has_ended
 
 
@@ -445,7 +438,6 @@ def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> Non
 
 
 def _total(counts: Sequence[Any]) -> Any:
-    """Adds up counts of one kind."""
     fields = [field.name for field in dataclasses.fields(counts[0])]
     return type(counts[0])(**{name: sum(getattr(mine, name) for mine in counts) for name in fields})
 
@@ -471,9 +463,7 @@ def _join_words(keys: Mapping[str, np.ndarray], program: Lookup) -> jaxtyping.UI
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def look_up_words(
-    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
-) -> list[Array]:
+def look_up_words(tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: Lookup) -> list[Array]:
     """Looks up the joined keys of some tables; returns the rows of each and counts, or the bits of all as one array."""
     inputs, start = {}, 0
     for name, size in sizes:
@@ -498,7 +488,3 @@ def _split_results(arrays: Sequence[Array | None], sizes: Sequence[int]) -> tupl
         *rows, counts = (counts[begin:end] for begin, end in itertools.pairwise([0, *ends, counts.size]))
     by_table = counts.view(np.int32).reshape(-1, len(COUNTS))
     return [None if mine is None else mine.view(np.float32) for mine in rows], by_table
-
-
-def rest_s(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())

@@ -227,8 +227,6 @@ _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 
 
 class _Counts:
-    """The sums of a model's counts."""
-
     def __init__(self, names: Sequence[str]) -> None:
         self._lock = threading.Lock()
         # Changed and read under `_lock`, so that the sums of one answer are seen together.

@@ -1,6 +1,7 @@
-"""The next version of one store, with its own map of rows: a plan changes no data that readers use."""
+"""The next version of one store of a part, with its own map of rows: a plan changes no data that readers use."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +14,26 @@ from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen, TableSource
-from jaxsok.serving.frozen import FrozenStore, FrozenTable, check_records, lines_of, write_lines
+from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, check_records, lines_of, write_lines
 from jaxsok.serving.padding import NO_KEYS, slices
+from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
 
 PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The tables on one device: all of their rows, or those whose keys it owns."""
+
+    tables: FrozenTables
+    maps: tuple[RowMap, ...]  # which keys have which rows, by store
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """The form of the arrays: programs are compiled for it."""
+        return Form(self.tables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +114,16 @@ def _filter_owned(source: TableSource, number: int, num_parts: int) -> TableSour
 
 
 class StorePlan:
-    """The next version of one store of some tables; `capacity` chooses its size from the rows needed.
+    """The next version of one store of a part; `capacity` chooses its size from the rows needed.
 
     With `keeps_places` rows that stay keep their row ids, which say whether they lie on the device.
     """
 
     def __init__(
-        self,
-        store: int,
-        tables: Sequence[FrozenTable],
-        old: RowMap,
-        changes: Sequence[Change],
-        capacity: Callable[[int], int],
-        *,
-        keeps_places: bool,
+        self, part: Part, store: int, changes: Sequence[Change], capacity: Callable[[int], int], *, keeps_places: bool
     ) -> None:
-        self.store, self.changes = store, changes
+        self.part, self.store, self.changes = part, store, changes
+        self.old, old, tables = part.tables.stores[store], part.maps[store], part.tables.spec.stores[store]
         self._numbers = numbers = {table.name: number for number, table in enumerate(tables)}
         gone = {change.table.name: change.find_gone(old, numbers[change.table.name]) for change in changes}
         are_whole = len(changes) == len(tables) and all(change.gone is None for change in changes)
@@ -143,20 +152,24 @@ class StorePlan:
 
     @property
     def changed_bytes(self) -> int:
-        """The bytes of the rows that it brings."""
         return sum(len(change.keys) * change.table.row_bytes for change in self.changes)
 
     @property
     def index_bytes(self) -> int:
         return 64 * self.row_map.num_buckets
 
-    def copy_bytes(self, old: FrozenStore) -> int:
-        """Counts the bytes of a copy of the store."""
+    @property
+    def copy_bytes(self) -> int:
         rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
-        return (rows_bytes + self.piece_bytes) * self._has_rows(old) + self.index_bytes
+        return (rows_bytes + self.piece_bytes) * self._has_rows + self.index_bytes
 
-    def _has_rows(self, old: FrozenStore) -> bool:
-        return any(len(change.keys) for change in self.changes) or self.row_map.capacity != old.capacity
+    @property
+    def is_grown(self) -> bool:
+        return self.row_map.capacity > self.old.capacity
+
+    @property
+    def _has_rows(self) -> bool:
+        return any(len(change.keys) for change in self.changes) or self.row_map.capacity != self.old.capacity
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
         """Yields the changed rows as they are stored: row ids, and what `lines_of` gives."""
@@ -170,9 +183,10 @@ class StorePlan:
                     )
                 yield row_ids, lines_of(change.table, records.rows)
 
-    def write(self, store: FrozenStore, device: Any) -> FrozenStore:
-        """Makes the next version as a copy of the store; shares the rows if none changes."""
-        if self._has_rows(store):
+    def write(self, device: Any, is_in_place: bool) -> FrozenStore:
+        """Makes the next version, of a copy of the rows; in place, or if none changes, of the rows that are there."""
+        store = self.old
+        if self._has_rows and not is_in_place:
             with jax.default_device(device):
                 rows, *scales = (self._copy(array) for array in (store.rows, *store.scales))
             store = dataclasses.replace(store, rows=rows, scales=tuple(scales))

@@ -17,10 +17,10 @@ from jaxsok.serving.backing import RowSource
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
-from jaxsok.serving.folders import Frozen, TableSource
-from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, check_records
-from jaxsok.serving.model.store_plans import Change
-from jaxsok.serving.model.versions import AnyVersions, InPlace, Part, Reader, Source, Version
+from jaxsok.serving.folders import Frozen
+from jaxsok.serving.frozen import FrozenSpec, FrozenTables, check_records
+from jaxsok.serving.model.store_plans import Change, Part
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Reader, Source, Version
 from jaxsok.serving.padding import NO_KEYS
 from jaxsok.types import PADDING_KEY
 
@@ -61,8 +61,7 @@ class StoredVersions(AnyVersions):
         volatile, persistent = (
             make([database]) if is_filled else None for database, is_filled in zip(databases, filled, strict=True)
         )
-        for table, source in given:
-            _fill(table, source, volatile, config.volatile_db.initial_cache_rate, persistent)
+        _fill(given, volatile, persistent, config.volatile_db.initial_cache_rate)
         stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
         no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
         self.current = StoredVersion.first(model, given, served, [no_arrays], stored=stored)
@@ -93,24 +92,19 @@ class StoredVersions(AnyVersions):
         self.num_in_place += bool(changed)
 
 
-def _fill(
-    table: FrozenTable,
-    source: TableSource,
-    volatile: DatabaseRows | None,
-    cache_rate: float,
-    persistent: DatabaseRows | None,
-) -> None:
-    """Writes the rows of a table's file into the persistent database, and the first of them into the volatile one."""
-    rest = round(cache_rate * source.num_rows)
-    for records in source.chunks() if volatile or persistent else ():
-        check_records("open", table, records)
-        keys, rows = records.keys, records.rows.astype(np.float32)
-        if persistent is not None:
-            persistent.insert(table.name, keys, rows)
-        if volatile is not None:
-            volatile.insert(table.name, keys[:rest], rows[:rest])
-            volatile.erase(table.name, keys[rest:])  # it may have older rows
-            rest = max(0, rest - len(keys))
+def _fill(given: Sequence[Frozen], volatile: DatabaseRows | None, persistent: DatabaseRows | None, rate: float) -> None:
+    """Writes the rows of tables into the persistent database, and the first of each table into the volatile one."""
+    for table, source in given if volatile or persistent else ():
+        rest = round(rate * source.num_rows)
+        for records in source.chunks():
+            check_records("open", table, records)
+            keys, rows = records.keys, records.rows.astype(np.float32)
+            if persistent is not None:
+                persistent.insert(table.name, keys, rows)
+            if volatile is not None:
+                volatile.insert(table.name, keys[:rest], rows[:rest])
+                volatile.erase(table.name, keys[rest:])  # it may have older rows
+                rest = max(0, rest - len(keys))
 
 
 def _write(stored: DatabaseRows, change: Change) -> np.ndarray:

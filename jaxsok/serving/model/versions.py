@@ -24,26 +24,13 @@ from jaxsok.serving import backing, folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import TableSource
-from jaxsok.serving.model.store_plans import Change, StorePlan, split_sources
-from jaxsok.serving.ready import Form
+from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.model.store_plans import Change, Part, StorePlan, split_sources
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY
 
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The tables on one device: all of their rows, or those whose keys it owns."""
-
-    tables: frozen.FrozenTables
-    maps: tuple[RowMap, ...]  # which keys have which rows, by store
-
-    @functools.cached_property
-    def form(self) -> Form:
-        """The form of the arrays: programs are compiled for it."""
-        return Form(self.tables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +48,7 @@ class Version:
     replaced: frozenset[str] = frozenset()  # tables that this version has replaced whole in a database
 
     @property
-    def tables(self) -> frozen.FrozenTables:
+    def tables(self) -> FrozenTables:
         """The tables on the first device."""
         return self.parts[0].tables
 
@@ -100,7 +87,6 @@ class Version:
         )
 
     def rows(self) -> backing.RowSource:
-        """Gives all rows to a cache."""
         return backing.HostRows(self.tables, self.parts[0].maps, version=self.number, served=self.served)
 
     def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
@@ -162,12 +148,14 @@ class Memory:
         self.devices, self.free, self.lock = tuple(devices), free, lock
 
     def require(self, op: str, model: str, free: int | None, needed: int, why: str) -> None:
-        """Refuses to take more bytes than are free."""
         if free is not None and needed > free:
             raise ServingError(
                 f'{op}: model "{model}": memory: got {free} bytes free on {" and ".join(map(str, self.devices))}, '
                 f"wanted {needed} for {why}."
             )
+
+
+_HOST = Memory(["the host"], lambda: host_limits.available_bytes(), threading.Lock())
 
 
 class Reader(Protocol):
@@ -274,10 +262,14 @@ class Versions(AnyVersions):
         with self._memory.lock:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._plan(old, changes, in_place)
             writes, parts = list[_Write](), list[Part]()
-            for number, (part, mine) in enumerate(zip(old.parts, plans, strict=False)):
-                made, of_part = self._next_part(number, part, mine, is_in_place)
-                parts.append(made)
-                writes += of_part
+            for number, part in enumerate(old.own_parts):
+                device, maps, stores = self._memory.devices[number], list(part.maps), list(part.tables.stores)
+                for plan in (plan for plan in plans if plan.part is part):
+                    stores[plan.store], maps[plan.store] = plan.write(device, is_in_place), plan.row_map
+                    for row_ids, after in plan.lines() if is_in_place else ():
+                        before = frozen.read_lines(plan.old, row_ids)
+                        writes.append(_Write(number, plan.store, row_ids, after, before))
+                parts.append(Part(dataclasses.replace(part.tables, stores=tuple(stores)), tuple(maps)))
             for number in range(len(parts), len(old.parts)):  # copies of the first part
                 copied = _copy(parts[0].tables, old.tables, old.parts[number].tables, self._memory.devices[number])
                 parts.append(dataclasses.replace(parts[0], tables=copied))
@@ -292,50 +284,25 @@ class Versions(AnyVersions):
                     frozen.ready_to_write(new.parts[write.part].tables.stores[write.store], len(write.row_ids))
                 with self._memory.lock:
                     why = "a piece of rows to update in place; another model has taken them meanwhile"
-                    needed = max((plan.piece_bytes for mine in plans for plan in mine), default=0)
+                    needed = max((plan.piece_bytes for plan in plans), default=0)
                     self._memory.require("update", self.name, self._memory.free(), needed, why)
                     self._write_in_place(old, new, writes)
                 self.num_in_place += 1
             else:
-                changed = {name: keys for mine in plans for plan in mine for name, keys in plan.changed.items()}
+                changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
                 reader.publish(new, changed)  # caches read what has changed, and are never over several parts
                 self.current = new
         finally:
             self.held_bytes = 0
 
-    def _next_part(
-        self, number: int, part: Part, plans: Sequence[StorePlan], is_in_place: bool
-    ) -> tuple[Part, list["_Write"]]:
-        """Makes a part of the next version, and the writes that its arrays still need."""
-        device, maps, stores, writes = self._memory.devices[number], list(part.maps), list(part.tables.stores), []
-        for plan in plans:
-            s, store = plan.store, stores[plan.store]
-            maps[s] = plan.row_map
-            if is_in_place:
-                index, counters = plan.row_map.index(device)
-                stores[s] = dataclasses.replace(store, index=index, counters=counters)
-                for row_ids, after in plan.lines():
-                    writes.append(_Write(number, s, row_ids, after, frozen.read_lines(store, row_ids)))
-            else:
-                stores[s] = plan.write(store, device)
-        return Part(dataclasses.replace(part.tables, stores=tuple(stores)), tuple(maps)), writes
-
-    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[list[StorePlan]], bool]:
-        """Plans each store that changes, by own part, and whether in place; refuses impossible updates."""
-        parts, spec = old.own_parts, old.tables.spec.stores
-        free, copy_bytes = None, 0
+    def _plan(self, old: Version, changes: Sequence[Change], in_place: InPlace) -> tuple[list[StorePlan], bool]:
+        """Plans each store of own parts that changes, and whether in place; refuses impossible updates."""
+        parts, plans, free, copy_bytes = old.own_parts, list[StorePlan](), None, 0
         for is_roomy in (True, False):
-            plans = [
-                self._plans_of(part, [change.take_owned(number, len(parts)) for change in changes], is_roomy)
-                for number, part in enumerate(parts)
-            ]
-            pairs = [
-                (part.tables.stores[plan.store], plan) for part, mine in zip(parts, plans, strict=True) for plan in mine
-            ]
+            plans = [plan for number in range(len(parts)) for plan in self._plans_of(parts, number, changes, is_roomy)]
             copy_bytes = _most_bytes(parts, plans, is_in_place=False)
             free = self._memory.free()
-            is_grown = any(plan.row_map.capacity > store.capacity for store, plan in pairs)
-            if free is None or copy_bytes <= free or not is_grown:
+            if free is None or copy_bytes <= free or not any(plan.is_grown for plan in plans):
                 break  # otherwise try without room to grow further
         fits = self._can_copy and (free is None or copy_bytes <= free)
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
@@ -344,42 +311,33 @@ class Versions(AnyVersions):
                 remedy = 'pass in_place=True (or "auto"), which changes rows where they lie'
             self._memory.require("update", self.name, free, copy_bytes, f"a copy of what changes; {remedy}")
             return plans, False
-        for store, plan in pairs:
-            if plan.row_map.capacity > store.capacity:
-                names = ", ".join(f'"{table.name}"' for table in spec[plan.store])
+        for plan in plans:
+            if plan.is_grown:
+                names = ", ".join(f'"{table.name}"' for table in old.tables.spec.stores[plan.store])
                 also = f" A copy needs {copy_bytes} bytes, and {free} are free."
                 also = "" if in_place is True or not self._can_copy else also
                 raise ServingError(
                     f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
-                    f"{store.capacity} to update in place; open with more spare_rows.{also}"
+                    f"{plan.old.capacity} to update in place; open with more spare_rows.{also}"
                 )
         within = _most_bytes(parts, plans, is_in_place=True)
-        within += max((plan.piece_bytes for _, plan in pairs), default=0)
+        within += max((plan.piece_bytes for plan in plans), default=0)
         why = f"an index and a piece of rows to update in place, or {copy_bytes} for a copy of what changes"
         self._memory.require("update", self.name, free, within, why)
-        self._require_host_room(sum(plan.changed_bytes for _, plan in pairs))
+        why = "the changed rows, as they were and as they will be; bring the changes in several deltas"
+        _HOST.require("update", self.name, _HOST.free(), 2 * sum(plan.changed_bytes for plan in plans), why)
         return plans, True
 
-    def _require_host_room(self, changed_bytes: int) -> None:
-        """Refuses an update in place if the host cannot hold its rows as they were and as they will be."""
-        free, needed = host_limits.available_bytes(), 2 * changed_bytes
-        if free is not None and needed > free:
-            raise ServingError(
-                f'update: model "{self.name}": memory: got {free} bytes free on the host, wanted {needed} for the '
-                "changed rows, as they were and as they will be; bring the changes in several deltas."
-            )
-
-    def _plans_of(self, part: Part, changes: Sequence[Change], is_roomy: bool) -> list[StorePlan]:
-        spec, of_store = part.tables.spec, dict[int, list[Change]]()
-        for change in changes:
+    def _plans_of(
+        self, parts: Sequence[Part], number: int, changes: Sequence[Change], is_roomy: bool
+    ) -> Iterator[StorePlan]:
+        part, of_store = parts[number], dict[int, list[Change]]()
+        for change in (change.take_owned(number, len(parts)) for change in changes):
             if not change.is_empty:
-                of_store.setdefault(spec.places[change.table.name][0], []).append(change)
-        plans = []
+                of_store.setdefault(part.tables.spec.places[change.table.name][0], []).append(change)
         for s, mine in of_store.items():
-            old, keeps_places = part.maps[s], not self._can_copy
-            capacity = functools.partial(self._capacity, old, is_roomy)
-            plans.append(StorePlan(s, spec.stores[s], old, mine, capacity, keeps_places=keeps_places))
-        return plans
+            capacity = functools.partial(self._capacity, part.maps[s], is_roomy)
+            yield StorePlan(part, s, mine, capacity, keeps_places=not self._can_copy)
 
     def _capacity(self, row_map: RowMap, is_roomy: bool, num_needed: int) -> int:
         """Chooses the rows of a store: as many as it has, so that programs stay, unless those are too few."""
@@ -462,17 +420,13 @@ def _bytes_of(config: ModelConfig, table: frozen.FrozenTable, num_rows: int) -> 
     return frozen.frozen_bytes(table, num_rows + config.spare_rows, num_on_device)
 
 
-def _most_bytes(parts: Sequence[Part], plans: Sequence[Sequence[StorePlan]], is_in_place: bool) -> int:
+def _most_bytes(parts: Sequence[Part], plans: Sequence[StorePlan], is_in_place: bool) -> int:
     """Computes the additional device memory of the next version, for the part that takes most."""
-    return max(
-        sum(plan.index_bytes if is_in_place else plan.copy_bytes(part.tables.stores[plan.store]) for plan in mine)
-        for part, mine in zip(parts, plans, strict=True)
-    )
+    of_parts = ([plan for plan in plans if plan.part is part] for part in parts)
+    return max(sum(plan.index_bytes if is_in_place else plan.copy_bytes for plan in mine) for mine in of_parts)
 
 
-def _copy(
-    new: frozen.FrozenTables, old: frozen.FrozenTables, copy: frozen.FrozenTables, device: Any
-) -> frozen.FrozenTables:
+def _copy(new: FrozenTables, old: FrozenTables, copy: FrozenTables, device: Any) -> FrozenTables:
     """Copies the changed stores to another device, which has a copy of the old tables."""
     pick = lambda after, before, there: there if after is before else jax.device_put(after, device)  # noqa: E731
     return jax.tree.map(pick, new, old, copy)
