@@ -54,8 +54,9 @@ class Change:
             keys.append(records.keys.copy())
         gone = None
         if source.base is not None:
-            gone = np.concatenate([NO_KEYS, *(some.copy() for some in source.tombstones())])
-            gone = np.setdiff1d(gone, np.concatenate(keys)) if len(gone) else gone
+            gone = np.unique(np.concatenate([NO_KEYS, *(some.copy() for some in source.tombstones())]))
+            # The keys are distinct: to make sure of it would take longer than all else here.
+            gone = np.setdiff1d(gone, np.concatenate(keys), assume_unique=True) if len(gone) else gone
         return cls(table, source, np.concatenate(keys), gone)
 
     @property
