@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok.plan import partitions_of
-from jaxsok.records import Records
+from jaxsok.records import Records, join_records, regroup
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen, TableSource
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, check_records, lines_of, write_lines
-from jaxsok.serving.padding import NO_KEYS, slices
+from jaxsok.serving.padding import NO_KEYS
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
@@ -72,11 +72,14 @@ class Change:
         return dataclasses.replace(self, source=_filter_owned(self.source, number, num_parts), keys=keys, gone=gone)
 
     def pieces(self) -> Iterator[Records]:
-        """Yields its rows in pieces, small enough for one write."""
-        most = max(1, PIECE_BYTES // self.table.row_bytes)
-        for records in self.source.chunks():
-            check_records("update", self.table, records)
-            yield from map(records.take, slices(records.num_rows, most))
+        """Yields its rows in pieces, as large as one write takes: files have many small batches."""
+
+        def checked() -> Iterator[Records]:
+            for records in self.source.chunks():
+                check_records("update", self.table, records)
+                yield records
+
+        yield from regroup(checked(), max(1, PIECE_BYTES // self.table.row_bytes), join_records)
 
     def find_gone(self, row_map: RowMap, number: int) -> np.ndarray:
         """Finds the keys that it removes from a table."""
