@@ -159,7 +159,6 @@ def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _num_cached(shards: Shards, last_use: UInt32[Array, " num_lines"]) -> UInt32[Array, " num_shards"]:
-    """Counts the slots in use, by shard."""
     count = lambda part: (part != 0).sum(dtype=jnp.uint32, keepdims=True)  # noqa: E731
     return shards.run(count, (last_use,), (shards.spec,), shards.spec)
 
@@ -460,7 +459,6 @@ def locate(op: str, collection: Declared, table: str) -> TableRef:
 
 
 def _words(op: str, keys: Any) -> Any:
-    """Converts a one-dimensional array of keys to words."""
     words = keys_lib.words_of(keys, "int64", op)
     if words.ndim != 2:
         raise ValueError(f"{op}: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")

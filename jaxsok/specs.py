@@ -92,7 +92,6 @@ _ROWS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind
 
 
 def _describe_non_optimizer(value: object) -> str:
-    """Describes, for a message, what was passed in place of an optimizer."""
     if hasattr(value, "init") and hasattr(value, "update"):
         name = type(value).__name__
         return f"an Optax {name}, wanted one of jaxsok.optim; wrap it: optimizer=jaxsok.optim.lift(...)"
@@ -134,7 +133,6 @@ def on(device: int) -> Placement:
 
 
 def _device_rows(what: str, value: Any) -> int | float:
-    """Checks a number of rows, or a share of them."""
     if isinstance(value, (float, np.floating)):
         return checks.number(what, value, checks.ABOVE_ZERO, 1, "a share above 0, at most 1.0")
     return checks.integer(what, value, 0, MAX_CAPACITY, f"rows, 0 to {MAX_CAPACITY}, or a share of the capacity")

@@ -198,7 +198,6 @@ class _Import:
 
     @property
     def capacity(self) -> int:
-        """Rows of a shard."""
         return self.store.capacity // self.spec.num_shards
 
     def _expected_rows(self) -> int:
