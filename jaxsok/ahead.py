@@ -339,5 +339,4 @@ def _name_of(value: Any) -> str:
 
 
 def _shorten(capacities: list[list[int]]) -> list[Any]:
-    """Shortens the capacities of a single collection."""
     return capacities[0] if len(capacities) == 1 else capacities

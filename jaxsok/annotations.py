@@ -24,11 +24,11 @@ def annotate(name: str) -> Iterator[None]:
 
 
 def annotate_store(function: Callable) -> Callable:
-    """Names the operations of a function by the first tables of the StoreSpec it takes: "store[C1,C2,C3,+23]"."""
+    """Names a function's operations by the first tables of its (or its object's) StoreSpec: "store[C1,C2,C3,+23]"."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        spec = next(arg for arg in args if isinstance(arg, StoreSpec))
+        spec = next(found for arg in args if isinstance(found := getattr(arg, "spec", arg), StoreSpec))
         names = [table.name for table in spec.tables[:MAX_TABLES]]
         more = len(spec.tables) - len(names)
         with jax.named_scope(f"store[{','.join(names + [f'+{more}'] * bool(more))}]"):

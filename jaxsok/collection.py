@@ -120,7 +120,7 @@ class Collection:
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         self.growth = GrowthTracker.of(self.stores, self.tables, self.shards)
-        of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
+        of_tables = [(table.name, operations.locate("Collection", self, table.name).store) for table in self.tables]
         self.packer: pack_lib.Packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
         self._steps = Steps(self.stores, tuple(of_tables), strategy_of(self.shards, self.exchange))
 
@@ -740,10 +740,9 @@ class Collection:
             raise TypeError(
                 f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
-        place, now = (resolved.store, resolved.number), clock_of("import_table", clock)
-        options = {"num_rows": num_rows, "reset_state": reset_state, "shards": self.shards}
+        how = {"clock": clock_of("import_table", clock), "num_rows": num_rows, "reset_state": reset_state}
         try:
-            return table_import.import_table(self.stores, state, *place, chunks, clock=now, **options)
+            return table_import.import_table(self.stores, state, resolved, chunks, **how)
         finally:
             self.growth.forget()  # its bound on the rows in use holds for steps alone
 

@@ -214,7 +214,6 @@ class _Need:
     """Marks the rows of capacity that a coming batch asks for; None: no batch was given."""
 
     def is_beyond(self, spec: StoreSpec) -> bool:
-        """Returns whether the largest capacity is too small."""
         return spec.max_capacity is not None and self.num_rows > spec.max_capacity
 
 

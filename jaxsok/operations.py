@@ -27,7 +27,7 @@ from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker, keys_at_most, keys_of_total
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
-from jaxsok.specs import StoreSpec, TableSpec
+from jaxsok.specs import StoreSpec, TableRef, TableSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
@@ -45,26 +45,6 @@ class Declared(Protocol):
     stores: tuple[StoreSpec, ...]
     fingerprint: str
     growth: GrowthTracker
-
-
-@dataclasses.dataclass(frozen=True)
-class TableRef:
-    """A table of a collection; hashable, since a program is compiled for each."""
-
-    spec: StoreSpec
-    store: int
-    """The store's number in the state."""
-    number: int
-    """The table's number in the store."""
-    shards: Shards
-
-    def ids(self, words: Array) -> np.ndarray:
-        """Returns the table id of each key."""
-        return table_lib.table_ids_of(self.number, words.shape[0])
-
-    def total(self, words: Array) -> Array:
-        """Sums over shards; a replicated store counts once."""
-        return self.shards.total(words, is_replicated=self.spec.is_replicated)
 
 
 # Calls of Collection -------------------------------------------------------------------------------------------------
@@ -179,7 +159,6 @@ def cache_stats(collection: Declared, state: State) -> tuple[CacheStats, ...]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _num_cached(shards: Shards, last_use: UInt32[Array, " num_lines"]) -> UInt32[Array, " num_shards"]:
-    """Counts the slots in use, by shard."""
     count = lambda part: (part != 0).sum(dtype=jnp.uint32, keepdims=True)  # noqa: E731
     return shards.run(count, (last_use,), (shards.spec,), shards.spec)
 
@@ -293,21 +272,22 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _erase(table: TableRef, store: StoreState, _: Any, words: Array) -> tuple[StoreState, Array]:
-    new, num_erased = table_lib.erase(table.spec, store, words, jnp.asarray(table.ids(words)))
+    new, num_erased = table_lib.erase(table.spec, store, words, jnp.asarray(table.ids(len(words))))
     num_erased = table.total(num_erased)
     return new.advance_generation(store.generation, num_erased), num_erased
 
 
 def _contains(table: TableRef, store: StoreState, _: Any, words: Array) -> Array:
-    row_ids = kernels.find(store.index, store.counters, words, jnp.asarray(table.ids(words)))
+    row_ids = kernels.find(store.index, store.counters, words, jnp.asarray(table.ids(len(words))))
     return table.total((row_ids != jnp.uint32(NO_ROW)).astype(jnp.uint32)) > 0
 
 
 def _rows_of(table: TableRef, store: StoreState, state_words: Any, words: Array) -> tuple[Array, Array]:
     spec, (seed, _) = table.spec, state_words
-    row_ids = table_lib.find(store, words, table.ids(words))
+    num_keys = len(words)
+    row_ids = table_lib.find(store, words, table.ids(num_keys))
     is_there = row_ids != jnp.uint32(NO_ROW)
-    requests = jnp.concatenate([words, jnp.asarray(table.ids(words))[:, None], jnp.ones_like(words[:, :1])], axis=1)
+    requests = jnp.concatenate([words, jnp.asarray(table.ids(num_keys))[:, None], jnp.ones_like(words[:, :1])], axis=1)
     _, rows, _ = table_lib.gather(spec, store, seed, requests, row_ids, is_find=True, dtype=spec.dtype)
     # All shards but one have zeros, so the sum of the words has the bits of the row.
     bits = lax.bitcast_convert_type(rows, jnp.uint32 if spec.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
@@ -324,7 +304,7 @@ def _assign(
         owners = plan_lib.owner_of(spec, table.number, words, partition_owners)
         is_own = owners == table.shards.index().astype(jnp.uint32)
         words = jnp.where(is_own[:, None], words, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
-    store, _, counts = table_lib.assign(spec, store, seed, clock, words, table.ids(words), rows, {})
+    store, _, counts = table_lib.assign(spec, store, seed, clock, words, table.ids(len(words)), rows, {})
     counts = counts[table.number].astype(jnp.uint32)
     return store, (table.total(counts[_INSERTED]), table.total(counts[_REFUSED]))
 
@@ -346,8 +326,8 @@ def _choose_leaving(
     if table is None:
         numbers = {s: None for s, spec in enumerate(stores) if policy or spec.tables[0].eviction}
     else:
-        s, number = locate("evict", collection, table)
-        numbers = {s: number} if policy or stores[s].tables[0].eviction else {}
+        found = locate("evict", collection, table)
+        numbers = {found.store: found.number} if policy or found.spec.tables[0].eviction else {}
     if not numbers:
         whose = "every table" if table is None else f'table "{table}"'
         raise ValueError(
@@ -466,21 +446,19 @@ def check_features(op: str, collection: Declared, features: Features) -> None:
 def resolve(op: str, collection: Declared, state: State, table: str) -> TableRef:
     """Checks a state, and finds a table by its name."""
     check_state(op, collection, state)
-    s, number = locate(op, collection, table)
-    return TableRef(collection.stores[s], s, number, collection.shards)
+    return locate(op, collection, table)
 
 
-def locate(op: str, collection: Declared, table: str) -> tuple[int, int]:
-    """Returns the number of a table's store, and the table's number in it; refuses unknown names."""
+def locate(op: str, collection: Declared, table: str) -> TableRef:
+    """Finds a table by its name; refuses unknown names."""
     for s, store in enumerate(collection.stores):
         names = [spec.name for spec in store.tables]
         if table in names:
-            return s, names.index(table)
+            return TableRef(store, s, names.index(table), collection.shards)
     raise ValueError(f"{op}: table: got {table!r}, wanted one of {[spec.name for spec in collection.tables]}.")
 
 
 def _words(op: str, keys: Any) -> Any:
-    """Converts a one-dimensional array of keys to words."""
     words = keys_lib.words_of(keys, "int64", op)
     if words.ndim != 2:
         raise ValueError(f"{op}: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")

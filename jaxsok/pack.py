@@ -277,9 +277,7 @@ class HostPacker(abc.ABC):
 
     def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str):
         self.num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._stores = tuple(stores)
-        self._features = tuple(features)
-        self._tag = tag
+        self._declared = self._stores, self._features, self._tag = tuple(stores), tuple(features), tag
         self._of_store = [features_lib.features_of(store, features) for store in stores]
         self._recipes: dict[Any, _Recipe | None] = {}
         self._sized: dict[Any, _Sized | None] = {}
@@ -294,9 +292,9 @@ class HostPacker(abc.ABC):
     def may_narrow(self) -> bool:
         """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
 
-    @abc.abstractmethod
     def _client(self) -> Any:
         """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
+        return None
 
     def start(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Begun:
         """Begins to pack a raw batch; what needs no key to be read is checked at once."""
@@ -512,7 +510,6 @@ class HostPacker(abc.ABC):
         return tuple(features_lib.buffer_size(int(longest[i])) for i in recipe.free)
 
     def host_buffers(self) -> HostBuffers:
-        """Returns the memory that batches are packed into."""
         if self._buffers is None or self._buffers.process_id != os.getpid():
             self._buffers = HostBuffers(self._client())
         return self._buffers
@@ -619,8 +616,8 @@ class Packer(HostPacker):
         """Returns a packer that makes the same batches without devices, and that can be pickled."""
         is_split = not self._shards.sees_parts()
         numbers = list(self.numbers()) if is_split else [0]
-        shards = (numbers, self.num_shards, self.num_processes, is_split)
-        return WorkerPacker(self._stores, self._features, self._tag, *shards, self.may_narrow())
+        shards = (numbers, self.num_shards, self.num_processes, is_split, self.may_narrow())
+        return WorkerPacker(self._declared, shards)
 
 
 class WorkerPacker(HostPacker):
@@ -628,32 +625,21 @@ class WorkerPacker(HostPacker):
 
     def __init__(
         self,
-        stores: Sequence[StoreSpec],
-        features: Sequence[FeatureSpec],
-        tag: str,
-        numbers: Sequence[int],
-        num_shards: int,
-        num_processes: int,
-        is_split: bool,
-        may_narrow: bool,
+        declared: tuple[Sequence[StoreSpec], Sequence[FeatureSpec], str],
+        shards: tuple[Sequence[int], int, int, bool, bool],
     ):
-        super().__init__(stores, features, tag)
-        self.num_threads = 1
-        self.num_shards, self.num_processes, self.is_split = num_shards, num_processes, is_split
-        self._numbers, self._may_narrow = numbers, may_narrow
+        super().__init__(*declared)
+        self.num_threads, self._shards = 1, shards
+        self._numbers, self.num_shards, self.num_processes, self.is_split, self._may_narrow = shards
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shards = (self._numbers, self.num_shards, self.num_processes, self.is_split, self._may_narrow)
-        return WorkerPacker, (self._stores, self._features, self._tag, *shards)
+        return WorkerPacker, (self._declared, self._shards)
 
     def numbers(self) -> Sequence[int]:
         return self._numbers
 
     def may_narrow(self) -> bool:
         return self._may_narrow
-
-    def _client(self) -> Any:
-        return None
 
 
 def _copy(items: np.ndarray) -> np.ndarray:

@@ -143,98 +143,97 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
 # Lookups -------------------------------------------------------------------------------------------------------------
 
 
-def index(
-    spec: StoreSpec, store: StoreState, features: StoreFeatures, uses: Uses, owner: Owner
-) -> tuple[StoreState, Found]:
-    """Finds or inserts the rows of the uses that arrived."""
-    store, row_ids, counts = _find_rows(spec, store, _received_batch(spec, features, uses), owner)
-    padding, kept_back = uses.counts.T
-    counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if owner.is_find else _REFUSED].add(kept_back)
-    return store, Found(row_ids, counts, uses.num_rounds)
+@dataclasses.dataclass(frozen=True)
+class BagsOwner(Owner):
+    """A lookup in which owners sum the rows of bags that they have, and the shard of a batch adds the sums."""
 
+    def lookup(self, store: StoreState, asked: Uses) -> StoreRead:
+        """Looks up one store."""
+        return self.read(asked, *self.index(store, asked))
 
-def read(
-    spec: StoreSpec, features: StoreFeatures, uses: Uses, owner: Owner, store: StoreState, found: Found
-) -> StoreRead:
-    """Does the rest of a lookup: sums the rows in each bag of each shard, and sends the sums."""
-    received, row_ids, seed = _received_batch(spec, features, uses), found.row_ids, owner.seed
-    sums_of, lines = _batch_of_sums(spec, features)
-    shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
+    def index(self, store: StoreState, asked: Uses) -> tuple[StoreState, Found]:
+        """Finds or inserts the rows of the uses that arrived."""
+        store, row_ids, counts = self._find_uses(store, _received_batch(self.spec, self.features, asked))
+        padding, kept_back = asked.counts.T
+        counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if self.is_find else _REFUSED].add(kept_back)
+        return store, Found(row_ids, counts, asked.num_rounds)
 
-    def make_reading(words: np.ndarray) -> lookup_kernels.Reading:
-        return lookup_kernels.Reading(words, seed, sums_of.operands(), features.num_tiles, shapes)
+    def read(self, asked: Uses, store: StoreState, found: Found) -> StoreRead:
+        """Does the rest of a lookup: sums the rows in each bag of each shard, and sends the sums."""
+        spec, features, row_ids, seed = self.spec, self.features, found.row_ids, self.seed
+        received = _received_batch(spec, features, asked)
+        sums_of, lines = _batch_of_sums(spec, features)
+        shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
-    windows = owner.exchange.windows
-    is_by_xla = table.list_xla_tables(spec, is_find=owner.is_find)
-    dtype = exchange_lib.gathered_dtype(owner.exchange.spec.rows, "float32")
-    fits_kernels = owner.exchange.spec.rows not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
-    if windows is not None and not is_by_xla and fits_kernels:
-        windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
-        store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not owner.is_find)
-        reading, owned = make_reading(_words_to_read(spec, is_find=owner.is_find)), received.features
-        of_owned = owned.operands(), owned.num_tiles, slots, received.table_ids
-        counters, values = lookup_kernels.lookup_bags_window(windows.number, view, reading, *of_owned, lines, dtype)
-        store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
-    else:
-        store, sums = _partial_bags(spec, store, received, row_ids, owner)
-        sums = exchange_lib.send_rows(sums, owner.exchange.spec.rows, owner.exchange.all_to_all)
-        counters, _, values = lookup_kernels.lookup_planned(
-            store.counters, make_reading(spec.table_words()), lines, (sums,)
+        def make_reading(words: np.ndarray) -> lookup_kernels.Reading:
+            return lookup_kernels.Reading(words, seed, sums_of.operands(), features.num_tiles, shapes)
+
+        windows, on_wire = self.exchange.windows, self.exchange.spec.rows
+        is_by_xla = table.list_xla_tables(spec, is_find=self.is_find)
+        dtype = exchange_lib.gathered_dtype(on_wire, "float32")
+        fits_kernels = on_wire not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
+        if windows is not None and not is_by_xla and fits_kernels:
+            windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
+            store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not self.is_find)
+            reading, owned = make_reading(self._words_to_read()), received.features
+            of_owned = owned.operands(), owned.num_tiles, slots, received.table_ids
+            counters, values = lookup_kernels.lookup_bags_window(windows.number, view, reading, *of_owned, lines, dtype)
+            store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
+        else:
+            store, sums = self._sum_rows(store, received, row_ids)
+            sums = exchange_lib.send_rows(sums, on_wire, self.exchange.all_to_all)
+            counters, _, values = lookup_kernels.lookup_planned(
+                store.counters, make_reading(spec.table_words()), lines, (sums,)
+            )
+            store = dataclasses.replace(store, counters=counters)
+        values = [
+            table.round_to(_scale(value, asked.scales, layout), spec.embedding_dtype)
+            for value, layout in zip(values, features.layouts, strict=True)
+        ]
+        return store, found, values
+
+    def _find_uses(self, store: StoreState, received: _Received) -> tuple[StoreState, RowIds, TableCounts]:
+        """Finds or inserts the rows of the uses that arrived; counts them by table, without padding."""
+        spec, keys, table_ids = self.spec, received.features.keys, received.table_ids
+        if not self.is_find:
+            store, row_ids, counts = table.find_or_insert(spec, store, self.seed, keys, table_ids, step=self.step)
+            return table.touch(spec, store, row_ids, None, not_none(self.clock)), row_ids, counts
+        row_ids = table.find(store, keys, table_ids)
+        is_of_table = table_ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]
+        num_uses = (is_of_table & table.is_key(keys)[:, None]).sum(axis=0, dtype=jnp.int32)
+        num_found = (is_of_table & (row_ids != jnp.uint32(NO_ROW))[:, None]).sum(axis=0, dtype=jnp.int32)
+        counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
+        return store, row_ids, counts.at[:, _FOUND].set(num_found).at[:, _MISSING].set(num_uses - num_found)
+
+    def _sum_rows(
+        self, store: StoreState, received: _Received, row_ids: RowIds
+    ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
+        """Sums the rows of this shard in every bag of every shard, each times its weight."""
+        spec, seed, features = self.spec, self.seed, received.features
+        if is_by_xla := bool(table.list_xla_tables(spec, is_find=self.is_find)):
+            ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
+            requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
+            store, rows, _ = table.gather(spec, store, seed, requests, row_ids, is_find=self.is_find, dtype="float32")
+            view = dataclasses.replace(store, rows=(rows,))
+            slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
+        else:
+            store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not self.is_find)
+        (num_bags,) = {layout.num_bags for layout in features.layouts}
+        shapes = [(len(features.layouts) * num_bags, spec.dim)]
+        reading = lookup_kernels.Reading(self._words_to_read(), seed, features.operands(), features.num_tiles, shapes)
+        counters, _, (sums,) = lookup_kernels.lookup_planned(
+            view.counters, reading, slots, view.rows, received.table_ids
         )
-        store = dataclasses.replace(store, counters=counters)
-    values = [
-        table.round_to(_scale(value, uses.scales, layout), spec.embedding_dtype)
-        for value, layout in zip(values, features.layouts, strict=True)
-    ]
-    return store, found, values
+        if is_by_xla:
+            return dataclasses.replace(store, counters=counters), sums
+        return tiers.give_back(store, dataclasses.replace(view, counters=counters)), sums
 
-
-def _find_rows(
-    spec: StoreSpec, store: StoreState, received: _Received, owner: Owner
-) -> tuple[StoreState, RowIds, TableCounts]:
-    """Finds or inserts the rows of the uses that arrived; counts them by table, without padding."""
-    keys, table_ids = received.features.keys, received.table_ids
-    if not owner.is_find:
-        store, row_ids, counts = table.find_or_insert(spec, store, owner.seed, keys, table_ids, step=owner.step)
-        return table.touch(spec, store, row_ids, None, not_none(owner.clock)), row_ids, counts
-    row_ids = table.find(store, keys, table_ids)
-    is_of_table = table_ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]
-    num_uses = (is_of_table & table.is_key(keys)[:, None]).sum(axis=0, dtype=jnp.int32)
-    num_found = (is_of_table & (row_ids != jnp.uint32(NO_ROW))[:, None]).sum(axis=0, dtype=jnp.int32)
-    counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
-    return store, row_ids, counts.at[:, _FOUND].set(num_found).at[:, _MISSING].set(num_uses - num_found)
-
-
-def _partial_bags(
-    spec: StoreSpec, store: StoreState, received: _Received, row_ids: RowIds, owner: Owner
-) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
-    """Sums the rows of this shard in every bag of every shard, each times its weight."""
-    features = received.features
-    if is_by_xla := bool(table.list_xla_tables(spec, is_find=owner.is_find)):
-        ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
-        requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
-        store, rows, _ = table.gather(
-            spec, store, owner.seed, requests, row_ids, is_find=owner.is_find, dtype="float32"
-        )
-        view = dataclasses.replace(store, rows=(rows,))
-        slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
-    else:
-        store, view, slots = tiers.bring_rows(spec, store, owner.seed, row_ids, keeps=not owner.is_find)
-    (num_bags,) = {layout.num_bags for layout in features.layouts}
-    words, shapes = _words_to_read(spec, is_find=owner.is_find), [(len(features.layouts) * num_bags, spec.dim)]
-    reading = lookup_kernels.Reading(words, owner.seed, features.operands(), features.num_tiles, shapes)
-    counters, _, (sums,) = lookup_kernels.lookup_planned(view.counters, reading, slots, view.rows, received.table_ids)
-    if is_by_xla:
-        return dataclasses.replace(store, counters=counters), sums
-    return tiers.give_back(store, dataclasses.replace(view, counters=counters)), sums
-
-
-def _words_to_read(spec: StoreSpec, *, is_find: bool) -> np.ndarray:
-    """Returns the words of the tables, with the initializers that keys without a row read."""
-    words = spec.table_words() if is_find else spec.refused_words()
-    if not is_find:
-        words[:, _UNKNOWN_WORD] = 0
-    return words
+    def _words_to_read(self) -> np.ndarray:
+        """Returns the words of the tables; a lookup knows no table whose keys without a row read zeros."""
+        words = self.words
+        if not self.is_find:
+            words[:, _UNKNOWN_WORD] = 0
+        return words
 
 
 def _batch_of_sums(spec: StoreSpec, features: StoreFeatures) -> tuple[StoreFeatures, UInt32[Array, " num_bags_of_all"]]:

@@ -1,13 +1,12 @@
 """The devices over which stores and batches are sharded: one device, or some axes of a mesh.
 
-`Shards` is the interface; `OneDevice` and `MeshShards` implement it.
+`Shards` is one device; `MeshShards` does the same on a mesh.
 
 Every array of a store, of a batch and of a plan is split along its first dimension, one equal part for each shard, in
 the order of the axes; seed and step are the same everywhere. Along axes of the mesh that are not named, everything is
 repeated. Inside `shard_map` (or `pmap`) over the axes, code works on the parts.
 """
 
-import abc
 import dataclasses
 import functools
 import math
@@ -25,10 +24,14 @@ from jaxtyping import Array, Int32
 from jaxsok.checks import not_none
 
 
-class Shards(abc.ABC):
-    """The places of stores and batches, and a way to run code there, which sees a shard's part of split arrays."""
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The places of stores and batches, and a way to run code there, which sees a shard's part of split arrays.
 
-    is_mesh: ClassVar[bool]
+    This class is a single shard on one device, where all arrays are whole and nothing travels.
+    """
+
+    is_mesh: ClassVar[bool] = False
     """True if arrays are global, with a part in each shard; a mesh may have a single device."""
 
     @staticmethod
@@ -41,47 +44,47 @@ class Shards(abc.ABC):
         return ONE_DEVICE
 
     @property
-    @abc.abstractmethod
     def num_shards(self) -> int:
         """Number of shards."""
+        return 1
 
     @property
-    @abc.abstractmethod
     def num_processes(self) -> int:
         """Processes whose devices are among the shards."""
+        return 1
 
     @property
-    @abc.abstractmethod
     def spec(self) -> P:
         """The partition of split arrays: along their first dimension."""
+        return P()
 
-    @abc.abstractmethod
     def __str__(self) -> str:
         """Names the axes and sizes for messages; empty for one device."""
+        return ""
 
-    @abc.abstractmethod
     def local(self) -> list[int]:
         """Returns the numbers of the shards on this process's devices, ascending."""
+        return [0]
 
-    @abc.abstractmethod
     def sees_parts(self) -> bool:
         """Returns whether the caller works on a shard's part of split arrays: on one device, and inside of `run`."""
+        return True
 
-    @abc.abstractmethod
     def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
         """Calls `body` on every shard; at once where the caller sees parts already."""
+        return body(*args)
 
-    @abc.abstractmethod
     def index(self) -> Any:
         """Returns the number of this shard (inside)."""
+        return 0
 
-    @abc.abstractmethod
     def sum(self, parts: Any) -> Any:
         """Sums over all shards (inside)."""
+        return parts
 
-    @abc.abstractmethod
     def max(self, parts: Any) -> Any:
         """Takes the maximum over all shards (inside)."""
+        return parts
 
     def total(self, parts: Array, *, is_replicated: bool) -> Array:
         """Sums over all shards; a replicated store counts once (inside)."""
@@ -89,71 +92,26 @@ class Shards(abc.ABC):
             parts = jnp.where(self.index() == 0, parts, jnp.zeros_like(parts))
         return self.sum(parts)
 
-    @abc.abstractmethod
     def make(
         self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
     ) -> Any:
         """Makes arrays on their devices by `function(*static, *operands)`, compiled once for its static arguments."""
-
-    @abc.abstractmethod
-    def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
-        """Makes one split array of the blocks of this process's shards, which all have one shape."""
-
-    @abc.abstractmethod
-    def replicate(self, tree: Any) -> Any:
-        """Copies arrays of one device to all shards, as a model's parameters."""
-
-    @abc.abstractmethod
-    def read(self, array: Array) -> np.ndarray:
-        """Copies a small split array, whole, to the host of every process (waits for the device; a collective)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OneDevice(Shards):
-    """A single shard: all arrays are whole, and nothing travels."""
-
-    is_mesh: ClassVar[bool] = False
-    num_shards: ClassVar[int] = 1
-    num_processes: ClassVar[int] = 1
-    spec: ClassVar[P] = P()
-
-    def __str__(self) -> str:
-        return ""
-
-    def local(self) -> list[int]:
-        return [0]
-
-    def sees_parts(self) -> bool:
-        return True
-
-    def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
-        return body(*args)
-
-    def index(self) -> int:
-        return 0
-
-    def sum(self, parts: Any) -> Any:
-        return parts
-
-    def max(self, parts: Any) -> Any:
-        return parts
-
-    def make(
-        self, function: Callable, *static: Hashable, operands: Sequence[np.ndarray] = (), is_split: bool = True
-    ) -> Any:
         return jax.jit(function, static_argnums=tuple(range(len(static))))(*static, *operands)
 
     def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
+        """Makes one split array of the blocks of this process's shards, which all have one shape."""
         return jnp.asarray(blocks[0])
 
     def replicate(self, tree: Any) -> Any:
+        """Copies arrays of one device to all shards, as a model's parameters."""
         return tree
 
     def read(self, array: Array) -> np.ndarray:
+        """Copies a small split array, whole, to the host of every process (waits for the device; a collective)."""
         return np.asarray(array)
 
 
-ONE_DEVICE = OneDevice()
+ONE_DEVICE = Shards()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +125,6 @@ class MeshShards(Shards):
 
     @classmethod
     def from_mesh(cls, mesh: Any, axis: Any) -> "MeshShards":
-        """Checks shards; see `Shards.of`."""
         if not isinstance(mesh, Mesh):
             raise TypeError(f"Collection: mesh: got {type(mesh).__name__}, wanted a jax.sharding.Mesh (jax.make_mesh).")
         names = (axis,) if isinstance(axis, str) else axis

@@ -12,11 +12,13 @@ from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxsok import checks, initializers, policies
 from jaxsok.checks import not_none
 from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
+from jaxsok.shards import Shards
 from jaxsok.types import (
     COMBINERS,
     MAX_CAPACITY,
@@ -90,7 +92,6 @@ _ROWS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind
 
 
 def _describe_non_optimizer(value: object) -> str:
-    """Describes, for a message, what was passed in place of an optimizer."""
     if hasattr(value, "init") and hasattr(value, "update"):
         name = type(value).__name__
         return f"an Optax {name}, wanted one of jaxsok.optim; wrap it: optimizer=jaxsok.optim.lift(...)"
@@ -132,7 +133,6 @@ def on(device: int) -> Placement:
 
 
 def _device_rows(what: str, value: Any) -> int | float:
-    """Checks a number of rows, or a share of them."""
     if isinstance(value, (float, np.floating)):
         return checks.number(what, value, checks.ABOVE_ZERO, 1, "a share above 0, at most 1.0")
     return checks.integer(what, value, 0, MAX_CAPACITY, f"rows, 0 to {MAX_CAPACITY}, or a share of the capacity")
@@ -522,6 +522,31 @@ class StoreSpec:
             if isinstance(table.admission, policies.AdmitByCount) and number != cleared:
                 floors[number] = table.admission.threshold
         return floors
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRef:
+    """A table of a collection; hashable, since programs are compiled for each."""
+
+    spec: StoreSpec
+    store: int
+    """The store's number in the state."""
+    number: int
+    """The table's number in the store."""
+    shards: Shards
+
+    @property
+    def declared(self) -> TableSpec:
+        """Its declaration."""
+        return self.spec.tables[self.number]
+
+    def ids(self, num_keys: int) -> np.ndarray:
+        """Returns the table id of each key."""
+        return np.full(num_keys, self.number, np.uint32)
+
+    def total(self, words: Array) -> Array:
+        """Sums over shards; a replicated store counts once."""
+        return self.shards.total(words, is_replicated=self.spec.is_replicated)
 
 
 def sum_pinned_and_spread(amounts: Iterable[tuple[TableSpec, Any]], num_shards: int) -> tuple[Any, Any]:

@@ -132,7 +132,6 @@ def pick_bags(bags: Bags, numbers: np.ndarray) -> Bags:
 
 
 def _add_empty_bags(bags: Bags, more: int) -> Bags:
-    """Adds empty bags at the end."""
     if bags.offsets is not None:
         return dataclasses.replace(bags, offsets=np.append(bags.offsets, np.repeat(bags.offsets[-1:], more)))
     keys, weights = bags.keys, bags.weights
@@ -242,8 +241,6 @@ def _pack_on_device(
 def _pack_parts(
     stores: tuple[StoreSpec, ...], features: tuple[FeatureSpec, ...], shards: Shards, arrays: dict[str, dict[str, Any]]
 ) -> tuple[StoreFeatures, ...]:
-    """Packs each shard's part of the features' keys and weights."""
-
     def pack_part(parts: dict[str, dict[str, Any]]) -> Any:
         bags = {name: Bags(pair["keys"], weights=pair.get("weights")) for name, pair in parts.items()}
         return jax.tree.map(jnp.asarray, features_lib.pack_stores(bags, stores, features))

@@ -302,7 +302,6 @@ def init_store(spec: StoreSpec, salt: UInt32[Array, "2"]) -> StoreState:
 
 
 def _new_tier(spec: StoreSpec, places: tuple[Array, ...]) -> Tier:
-    """Makes an empty cache, for all shards."""
     num_lines = spec.num_shards * _num_lines(spec)
     return Tier(
         places=places,

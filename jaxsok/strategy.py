@@ -58,26 +58,24 @@ class Fused:
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         """Looks up the features of a store that has some."""
-        store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
-        return StoreLookup(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
+        return StoreLookup(*_here(spec, s, state, plan).lookup(state.stores[s], distinct, state.step, clock))
 
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         """Does the part of `lookup` that reads no row's numbers, as of a step to come; also returns the digest."""
-        store, features = state.stores[s], plan.features.stores[s]
         distinct = None if plan.distinct is None else plan.distinct[s]
-        indexed = lookup.index_here(spec, store, state.seed, features, distinct, step, step)
-        return *indexed, tickets_digest(features.keys)
+        indexed = _here(spec, s, state, plan).index(state.stores[s], distinct, step, step)
+        return *indexed, tickets_digest(plan.features.stores[s].keys)
 
     def read(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:
         """Reads the rows that `index` found, and combines them."""
-        return lookup.read_here(spec, plan.features.stores[s], state.seed, state.stores[s], found)
+        return _here(spec, s, state, plan).read(state.stores[s], found)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         """Looks up the features of a store and changes nothing."""
-        return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
+        return _here(spec, s, state, plan, is_find=True).find(state.stores[s])
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
@@ -97,6 +95,10 @@ class Fused:
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
         """Returns the sum of the words of all shards, which is the same everywhere, as `same` is."""
         return self.shards.sum(words)
+
+
+def _here(spec: StoreSpec, s: int, state: State, plan: Plan, *, is_find: bool = False) -> lookup.Here:
+    return lookup.Here(spec, plan.features.stores[s], state.seed, is_find)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +136,11 @@ class Exchanged:
         return jnp.minimum(words, jnp.maximum(met, jnp.uint32(0xFFFFFFFF)))
 
     def _owner(
-        self, spec: StoreSpec, state: State, step: Clock | None = None, clock: Clock | None = None
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock | None = None, clock: Clock | None = None
     ) -> lookup.Owner:
-        return lookup.Owner(self.exchange, spec, self._after_meeting(state.seed), step, clock)
+        kind = partial_bags.BagsOwner if spec.sends_bags else lookup.Owner
+        of_batch = spec, plan.features.stores[s], self._after_meeting(state.seed), step is None
+        return kind(*of_batch, exchange=self.exchange, step=step, clock=clock)
 
     def _ask(
         self, spec: StoreSpec, features: StoreFeatures, owners: Array, send_capacity: int | None = None
@@ -148,7 +152,7 @@ class Exchanged:
     def _look_up(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
     ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
-        store, features = state.stores[s], plan.features.stores[s]
+        features = plan.features.stores[s]
         if plan.asked is None:
             asked = self._ask(spec, features, self._after_meeting(state.partition_owners))
         else:
@@ -160,38 +164,29 @@ class Exchanged:
                 f'lookup: plan: got one in which features {names} exchange "{other}", wanted "{form}", as this '
                 "collection declares; plan with the collection that looks up."
             )
-        if isinstance(asked, Uses):
-            indexed = partial_bags.index(spec, store, features, asked, owner)
-            return *partial_bags.read(spec, features, asked, owner, *indexed), asked
-        return *lookup.lookup_exchanged(spec, store, features, asked, owner), asked
+        return *owner.lookup(state.stores[s], asked), asked
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
-        owner = self._owner(spec, state, state.step, clock)
+        owner = self._owner(spec, s, state, plan, state.step, clock)
         store, found, values, asked = self._look_up(spec, s, state, plan, owner)
         return StoreLookup(store, found, values, asked.digest, asked)
 
     @annotations.annotate_store
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
-        store, asked = state.stores[s], not_none(not_none(plan.asked)[s])
-        owner = self._owner(spec, state, step, step)
-        if isinstance(asked, Uses):
-            return *partial_bags.index(spec, store, plan.features.stores[s], asked, owner), asked.digest
-        return *lookup.index_exchanged(store, asked, owner), asked.digest
+        asked = not_none(not_none(plan.asked)[s])
+        return *self._owner(spec, s, state, plan, step, step).index(state.stores[s], asked), asked.digest
 
     @annotations.annotate_store
     def read(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
     ) -> tuple[StoreState, Found, list[Array]]:
-        features, asked = plan.features.stores[s], not_none(not_none(plan.asked)[s])
-        owner = self._owner(spec, state, state.step, state.step)  # it inserts nothing more
-        if isinstance(asked, Uses):
-            return partial_bags.read(spec, features, asked, owner, state.stores[s], found)
-        return lookup.read_exchanged(spec, features, asked, owner, state.stores[s], found)
+        owner = self._owner(spec, s, state, plan, state.step, state.step)  # it inserts nothing more
+        return owner.read(not_none(not_none(plan.asked)[s]), state.stores[s], found)
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         if spec.is_replicated:  # all rows are here
-            return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
-        _, found, values, _ = self._look_up(spec, s, state, plan, self._owner(spec, state))
+            return _here(spec, s, state, plan, is_find=True).find(state.stores[s])
+        _, found, values, _ = self._look_up(spec, s, state, plan, self._owner(spec, s, state, plan))
         return found, values
 
     def update(

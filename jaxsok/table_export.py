@@ -9,8 +9,9 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -113,8 +114,7 @@ def prefetch(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
 # Choosing rows -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lines:
+class _Lines(NamedTuple):
     """The rows of a slab that are exported."""
 
     places: np.ndarray
@@ -127,7 +127,7 @@ class _Lines:
         return len(self.places)
 
     def take(self, lines: slice) -> "_Lines":
-        return _Lines(self.places[lines], self.keys[lines], None if self.statistics is None else self.statistics[lines])
+        return jax.tree.map(lambda array: array[lines], self)
 
 
 def _lines_of(records: Array, statistics: Array | None, number: int, since: int | None) -> Iterator[_Lines]:
@@ -162,12 +162,7 @@ def blocks_of(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]
 
 
 def _join(pieces: list[_Lines]) -> _Lines:
-    statistics = [piece.statistics for piece in pieces if piece.statistics is not None]
-    return _Lines(
-        np.concatenate([piece.places for piece in pieces]),
-        np.concatenate([piece.keys for piece in pieces]),
-        np.concatenate(statistics) if statistics else None,
-    )
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *pieces)
 
 
 # Contents of chunks --------------------------------------------------------------------------------------------------
@@ -176,9 +171,8 @@ def _join(pieces: list[_Lines]) -> _Lines:
 def _receive(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
     """Makes the chunk of some rows of a slab that begins with row id `start`; waits for its arrays."""
     rows, *states = (np.asarray(array)[: len(lines.places)] for array in arrays)
-    statistics = lines.statistics
-    last_step, frequency = (None, None) if statistics is None else (statistics[:, 0], statistics[:, 1])
-    records = Records(lines.keys, rows, dict(zip(names, states, strict=True)), last_step, frequency)
+    statistics = (None, None) if lines.statistics is None else lines.statistics.T
+    records = Records(lines.keys, rows, dict(zip(names, states, strict=True)), *statistics)
     return Chunk(shard, (lines.places + start).astype(np.uint32), records)
 
 

@@ -23,7 +23,7 @@ from jaxsok import table as table_lib
 from jaxsok.exchange import rounded_capacity
 from jaxsok.records import Records
 from jaxsok.shards import Shards
-from jaxsok.specs import StoreSpec
+from jaxsok.specs import StoreSpec, TableRef
 from jaxsok.store import State, StoreState, with_store
 from jaxsok.table_export import default_chunk_rows
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, Clock, TableFullError
@@ -38,19 +38,17 @@ _REFUSED = COUNTS.index("num_refused")
 def import_table(
     specs: tuple[StoreSpec, ...],
     state: State,
-    s: int,
-    number: int,
+    table: TableRef,
     chunks: Iterable[Records],
     *,
     clock: Clock | None,
     num_rows: int | None,
     reset_state: bool,
-    shards: Shards,
 ) -> State:
-    """Enters records into table `number` of store `s`; see `Collection.import_table`. Donates the state."""
+    """Enters records into a table; see `Collection.import_table`. Donates the state."""
     held = Held(state)
     now = np.asarray(state.step if clock is None else clock)  # outlives the state, which is donated
-    writer = RecordWriter("import_table", specs, s, number, shards, held, clock=now, is_reset=reset_state)
+    writer = RecordWriter("import_table", specs, table, held, clock=now, is_reset=reset_state)
     importing = _Import(writer, num_rows)
     try:
         for records in chunks:
@@ -59,7 +57,7 @@ def import_table(
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
         rest = ""
         try:
-            if shards.num_processes > 1:
+            if table.shards.num_processes > 1:
                 # The other processes may not have failed: waiting for them could last forever.
                 rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
             else:
@@ -131,13 +129,11 @@ class Held:
 
 @dataclasses.dataclass
 class RecordWriter:
-    """Writes records into table `number` of store `s`, in place of what was there under the same keys."""
+    """Writes records into a table, in place of what was there under the same keys."""
 
     op: str
     specs: Sequence[StoreSpec]
-    s: int
-    number: int
-    shards: Shards
+    table: TableRef
     held: Held
     clock: Any
     is_reset: bool = False
@@ -147,14 +143,13 @@ class RecordWriter:
 
     def write(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Writes what `pieces` yields, which may be called again; `settle` ends it."""
-        refused = []
+        refused, s = [], self.table.store
         for piece in pieces():
-            state, spec = self.held.state, self.specs[self.s]
-            store, seed = state.stores[self.s], state.seed
+            state = self.held.state
             store, num_refused = enter_records(
-                spec, self.number, self.shards, self.is_reset, store, seed, self.clock, piece
+                self.table, self.is_reset, state.stores[s], state.seed, self.clock, piece
             )
-            self.held.state = with_store(state, self.s, store)
+            self.held.state = with_store(state, s, store)
             refused.append(num_refused)
         self._refused, self._pieces, self.is_settled = refused, pieces, False
 
@@ -165,18 +160,17 @@ class RecordWriter:
             self.is_settled = self.is_settled or not self._has_refused()
             if self.is_settled:
                 return
-            self.held.state = enlarge.resalt_index(self.specs, self.held.state, self.s, self.shards)
+            self.held.state = enlarge.resalt_index(self.specs, self.held.state, self.table.store, self.table.shards)
             self.write(self._pieces)
         self.is_settled = True
         if self._has_refused():
             raise TableFullError(
-                f'{self.op}: table "{self.specs[self.s].tables[self.number].name}": got keys without an entry in the '
-                f"index under {SALTS} salts, wanted one for each; declare a larger capacity, so that the index is "
-                "larger."
+                f'{self.op}: table "{self.table.declared.name}": got keys without an entry in the index under {SALTS} '
+                "salts, wanted one for each; declare a larger capacity, so that the index is larger."
             )
 
     def _has_refused(self) -> bool:
-        return any(self.shards.read(num_refused).any() for num_refused in self._refused)
+        return any(self.table.shards.read(num_refused).any() for num_refused in self._refused)
 
 
 def take_padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
@@ -190,8 +184,8 @@ def take_padded(array: np.ndarray, lines: np.ndarray, size: int) -> np.ndarray:
 
 class _Import:
     def __init__(self, writer: RecordWriter, num_expected: int | None):
-        self.writer, self.shards, self.number = writer, writer.shards, writer.number
-        self.spec = writer.specs[writer.s]
+        self.writer, self.table = writer, writer.table
+        self.spec, self.shards = writer.table.spec, writer.table.shards
         self.owners = np.asarray(writer.held.state.partition_owners)  # outlive the state, which is donated
         self.in_use = rows_in_use(self.spec, self.store, self.shards)
         """Rows in use of each shard, at most."""
@@ -200,24 +194,23 @@ class _Import:
 
     @property
     def store(self) -> StoreState:
-        return self.writer.held.state.stores[self.writer.s]
+        return self.writer.held.state.stores[self.table.store]
 
     @property
     def capacity(self) -> int:
-        """Rows of a shard."""
         return self.store.capacity // self.spec.num_shards
 
     def _expected_rows(self) -> int:
         """Returns the rows of a shard when all announced records have come, within its maximum; 0: unknown."""
         if self.num_expected is None:
             return 0
-        rows = [self.num_expected if number == self.number else 0 for number in range(len(self.spec.tables))]
+        rows = [self.num_expected if number == self.table.number else 0 for number in range(len(self.spec.tables))]
         self.num_expected = None
         return min(int(self.in_use.max()) + self.spec.rows_of_shard(rows), self.spec.max_capacity or MAX_CAPACITY)
 
     def enter(self, records: Any) -> None:
         """Enters a chunk, all of it or, if an error is raised, nothing."""
-        arrays = check_chunk(self.spec, self.number, records)
+        arrays = check_chunk(self.spec, self.table.number, records)
         if len(arrays["keys"]):
             dealt = self._deal(arrays)
             self.writer.settle()
@@ -228,7 +221,7 @@ class _Import:
         keys, num_shards = arrays["keys"], self.spec.num_shards
         if num_shards == 1 or self.spec.is_replicated:
             return [np.arange(len(keys))] * num_shards
-        owners = plan_lib.owners_of(self.spec, self.number, keys, self.owners)
+        owners = plan_lib.owners_of(self.spec, self.table.number, keys, self.owners)
         order = np.argsort(owners, kind="stable")
         return np.split(order, np.cumsum(np.bincount(owners, minlength=num_shards))[:-1])
 
@@ -251,7 +244,7 @@ class _Import:
         if (self.in_use + asked > self.capacity).any():
             # Many of the keys may have rows.
             pieces = self._pieces({"keys": arrays["keys"]}, dealt)
-            absent = [_count_absent(self.number, self.shards, self.store, piece["keys"]) for piece in pieces]
+            absent = [_count_absent(self.table, self.store, piece["keys"]) for piece in pieces]
             asked = sum(self.shards.read(counts).astype(np.int64) for counts in absent)
         needed = int((self.in_use + asked).max())
         if needed > self.capacity:
@@ -259,7 +252,7 @@ class _Import:
             if needed > limit:
                 names = ", ".join(f'"{table.name}"' for table in self.spec.tables)
                 raise TableFullError(
-                    f'import_table: table "{self.spec.tables[self.number].name}": got a chunk of {len(arrays["keys"])} '
+                    f'import_table: table "{self.table.declared.name}": got a chunk of {len(arrays["keys"])} '
                     f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
                     f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
                 )
@@ -267,7 +260,7 @@ class _Import:
         if max(needed, expected) > self.capacity:
             room = enlarge.agree_on_room([self.spec], self.shards)
             capacity = enlarge.next_capacity(self.spec, self.capacity, needed, *room)
-            sizes, writer = {self.writer.s: expected if expected >= needed else capacity}, self.writer
+            sizes, writer = {self.table.store: expected if expected >= needed else capacity}, self.writer
             writer.held.state = enlarge.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
         self.in_use = self.in_use + asked
 
@@ -281,18 +274,12 @@ def rows_in_use(spec: StoreSpec, store: StoreState, shards: Shards) -> np.ndarra
 # On the device -------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def enter_records(
-    spec: StoreSpec,
-    number: int,
-    shards: Shards,
-    is_reset: bool,
-    store: StoreState,
-    seed: Array,
-    clock: Array,
-    piece: dict[str, Array],
+    table: TableRef, is_reset: bool, store: StoreState, seed: Array, clock: Array, piece: dict[str, Array]
 ) -> tuple[StoreState, Array]:
     """Enters records into the store, and counts the records that each shard refused."""
+    spec, shards = table.spec, table.shards
 
     def part(store: StoreState, seed: Array, clock: Array, piece: dict[str, Array]) -> tuple[StoreState, Array]:
         num_keys = piece["keys"].shape[0]
@@ -302,24 +289,24 @@ def enter_records(
                 states[state.name] = piece[f"state.{state.name}"]
             elif is_reset:
                 states[state.name] = jnp.full((num_keys, state.dim), np.float32(state.initial_value))
-        ids = table_lib.table_ids_of(number, num_keys)
-        statistics = piece.get("statistics")
+        ids, statistics = table.ids(num_keys), piece.get("statistics")
         store, _, counts = table_lib.assign(
             spec, store, seed, clock, piece["keys"], ids, piece["rows"], states, statistics, is_distinct=True
         )
         # Gradients of rows as they were do not fit what is there now.
         counters = store.counters.at[_WORD["generation"]].add(jnp.uint32(1))
-        return dataclasses.replace(store, counters=counters), counts[number, _REFUSED][None]
+        return dataclasses.replace(store, counters=counters), counts[table.number, _REFUSED][None]
 
     args, split = (store, seed, clock, piece), shards.spec
     return shards.run(part, args, (split, P(), P(), split), (split, split))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _count_absent(number: int, shards: Shards, store: StoreState, keys: Array) -> Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _count_absent(table: TableRef, store: StoreState, keys: Array) -> Array:
     def part(store: StoreState, keys: Array) -> Array:
-        row_ids = table_lib.find(store, keys, table_lib.table_ids_of(number, keys.shape[0]))
+        row_ids = table_lib.find(store, keys, table.ids(keys.shape[0]))
         is_absent = table_lib.is_key(keys) & (row_ids == jnp.uint32(table_lib.NO_ROW))
         return is_absent.sum(dtype=jnp.int32)[None]
 
-    return shards.run(part, (store, keys), (shards.spec, shards.spec), shards.spec)
+    split = table.shards.spec
+    return table.shards.run(part, (store, keys), (split, split), split)

@@ -107,7 +107,7 @@ def _keeps_all(collection: Collection, state: State, base: Source, table: str) -
     """
     if not (collection.shards.is_mesh or jax.process_count() == 1) or not is_same_life(state, base.manifest):
         return False
-    counters = state.stores[locate("export_delta", collection, table)[0]].counters  # all shards have one generation
+    counters = state.stores[locate("export_delta", collection, table).store].counters  # all shards have one generation
     generation = np.asarray(counters.addressable_data(0))[COUNTERS.index("generation")]
     return int(generation) == base.store_of(table)[1]["generation"]
 

@@ -19,7 +19,7 @@ from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
 from jaxsok.checkpoint.keys_by_row import KeysByRow
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of
-from jaxsok.checkpoint.saved import Source, check_forms, choose_tables
+from jaxsok.checkpoint.saved import Source, check_forms
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.store import State
@@ -142,8 +142,7 @@ def export_delta(
                 "the folder as it was written; pass the path of the export that the delta is to rest on."
             )
         for source in chain:
-            names = choose_tables(source, collection, None)
-            check_forms(source, collection, names, "require")
+            check_forms(source, collection, None, "require")
         now = time_of(op, state, clock)
         if now < last["clock"]:
             raise ValueError(

@@ -144,7 +144,6 @@ def keys_schema(with_counts: bool) -> Any:
 
 
 def keys_batch(keys: np.ndarray, counts: np.ndarray | None = None) -> Any:
-    """Makes a batch of such a file."""
     pa = arrow()
     columns = [pa.array(keys)] + ([] if counts is None else [pa.array(counts)])
     return pa.record_batch(columns, schema=keys_schema(counts is not None))
@@ -240,7 +239,6 @@ class SavedFile:
         self.op, self.path, self.entry, self.schema = op, folder / entry["name"], entry, schema
 
     def check_size(self) -> None:
-        """Refuses a missing file, or one of another size."""
         try:
             found = self.path.stat()
             size = found.st_size if hasattr(found, "st_size") else found.length  # of pathlib, of etils.epath
@@ -316,7 +314,6 @@ class SavedFile:
 
 
 def key_batches(files: Iterable[SavedFile]) -> Iterator[np.ndarray]:
-    """Reads only the keys of some files."""
     for file in files:
         for batch in file.batches():
             yield batch.column("key").to_numpy(zero_copy_only=False)

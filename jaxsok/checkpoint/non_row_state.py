@@ -14,34 +14,29 @@ from jaxsok import admission as admission_lib
 from jaxsok import policies, processes
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.place import Restoring
 from jaxsok.checkpoint.save import admission_of
-from jaxsok.checkpoint.saved import OptimizerState, Source
+from jaxsok.checkpoint.saved import Source
 from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
-from jaxsok.shards import Shards, local_parts
-from jaxsok.specs import StoreSpec
+from jaxsok.shards import local_parts
+from jaxsok.specs import TableRef
 from jaxsok.store import State, StoreState, with_store
-from jaxsok.table_import import Held, rows_in_use
+from jaxsok.table_import import rows_in_use
 from jaxsok.types import COUNTERS
 
 LOG = logging.getLogger("jaxsok.checkpoint")
 WAITING_AT_A_TIME = 1 << 22  # keys that wait for a row: 64 MiB on the host
 
 
-def add(
-    source: Source,
-    collection: Collection,
-    held: Held,
-    names: Sequence[str],
-    *,
-    is_whole: bool,
-    optimizer_state: OptimizerState,
-) -> None:
+def add(source: Source, held: Restoring, names: Sequence[str]) -> None:
     """Restores what is saved apart from the rows of the tables `names`; a whole state also gets its step and a life."""
-    _add_admission(source, collection, held, names)
-    if is_whole:
+    collection, optimizer_state = held.collection, held.optimizer_state
+    for name in names:
+        _add_admission(source, held, locate(source.op, collection, name))
+    if held.is_whole:
         state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
         if collection.shards.is_mesh:
             step = jax.device_put(step, state.step.sharding)
@@ -53,9 +48,9 @@ def add(
         held.state = lineage_lib.begin_life(collection, state, source.manifest, is_exact=is_exact)
 
 
-def with_store_words(source: Source, collection: Collection, state: State) -> State:
+def add_store_words(source: Source, held: Restoring) -> None:
     """Restores salts and generations, where the same tables share a store; the index must be empty."""
-    for s, spec in enumerate(collection.stores):
+    for s, spec in enumerate(held.collection.stores):
         names = [table.name for table in spec.tables]
         saved = next((store for store in source.manifest["stores"] if store["tables"] == names), None)
         if saved is None:
@@ -63,8 +58,8 @@ def with_store_words(source: Source, collection: Collection, state: State) -> St
         words = np.zeros(len(COUNTERS), np.uint32)
         words[[COUNTERS.index(name) for name in ("salt_low", "salt_high")]] = saved["salt"]
         words[COUNTERS.index("generation")] = saved["generation"]
-        state = _with_arrays(state, s, counters=_put(collection, lambda _, words=words: words.copy()))
-    return state
+        counters = _put(held.collection, lambda _, words=words: words.copy())
+        held.state = _with_arrays(held.state, s, counters=counters)
 
 
 def note_keys(source: Source, collection: Collection) -> None:
@@ -83,8 +78,9 @@ def note_keys(source: Source, collection: Collection) -> None:
         collection.growth.record_assign(s, assigned)
 
 
-def restore_looks(source: Source, collection: Collection, state: State) -> None:
+def restore_looks(source: Source, held: Restoring) -> None:
     """Restores what `grow` had seen of full stores, so that they evict at the calls of a run that went on."""
+    collection, state = held.collection, held.state
     for s, spec in enumerate(collection.stores):
         names = [table.name for table in spec.tables]
         for saved in source.manifest["stores"]:
@@ -133,38 +129,37 @@ def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
     return collection.shards.put({shard: blocks(shard) for shard in collection.shards.local()})
 
 
-def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:
-    for name in names:
-        s, number = locate(source.op, collection, name)
-        table = collection.stores[s].tables[number]
-        was, now = source.manifest["tables"][name]["admission"], admission_of(collection.stores[s], table)
-        if was and now and was["by"] != now["by"]:
-            text = '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.'
-            LOG.warning(text, source.op, name, was["by"], now["by"])
-        if isinstance(table.admission, policies.AdmitByCount):
-            _add_waiting(source, collection, held, s, number)
-        if isinstance(table.admission, policies.AdmitByBloom):
-            with processes.fail_together(source.op):
-                held.state = _with_bloom(source, collection, held.state, s, number)
+def _add_admission(source: Source, held: Restoring, table: TableRef) -> None:
+    name, admission = table.declared.name, table.declared.admission
+    was, now = source.manifest["tables"][name]["admission"], admission_of(table.spec, table.declared)
+    if was and now and was["by"] != now["by"]:
+        text = '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.'
+        LOG.warning(text, source.op, name, was["by"], now["by"])
+    if isinstance(admission, policies.AdmitByCount):
+        _add_waiting(source, held, table)
+    if isinstance(admission, policies.AdmitByBloom):
+        with processes.fail_together(source.op):
+            _add_bloom(source, held, table)
 
 
-def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
-    spec, shards = collection.stores[s], collection.shards
-    held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
-    for keys, counts in processes.iterate_together(
-        source.op, _join_batches(source.waiting_keys(spec.tables[number].name))
-    ):
+def _add_waiting(source: Source, held: Restoring, table: TableRef) -> None:
+    spec, s, shards = table.spec, table.store, table.shards
+    held.state = with_store(held.state, s, _forget_waiting(table, held.state.stores[s]))
+    waiting = _join_batches(source.waiting_keys(table.declared.name))
+    for keys, counts in processes.iterate_together(source.op, waiting):
         # A key seen often enough for a lower threshold waits for one more sight.
-        counts = np.minimum(counts, np.uint32(not_none(spec.tables[number].admission).threshold - 1))
-        owners = owners_of(spec, number, keys, collection.partition_owners)
-        store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
+        counts = np.minimum(counts, np.uint32(not_none(table.declared.admission).threshold - 1))
+        owners = owners_of(spec, table.number, keys, held.collection.partition_owners)
+        store = admission_lib.with_waiting(spec, held.state.stores[s], table.number, keys, counts, owners, shards)
         held.state = with_store(held.state, s, store)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
-def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-    forget = lambda part: admission_lib.forget(spec, part, jnp.zeros((), jnp.uint32), cleared=number)  # noqa: E731
-    return shards.run(forget, (store,), (shards.spec,), shards.spec)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _forget_waiting(table: TableRef, store: StoreState) -> StoreState:
+    def forget(part: StoreState) -> StoreState:
+        return admission_lib.forget(table.spec, part, jnp.zeros((), jnp.uint32), cleared=table.number)
+
+    return table.shards.run(forget, (store,), (table.shards.spec,), table.shards.spec)
 
 
 def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -179,20 +174,19 @@ def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[
         yield tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _with_bloom(source: Source, collection: Collection, state: State, s: int, number: int) -> State:
+def _add_bloom(source: Source, held: Restoring, table: TableRef) -> None:
     """Restores the table's part of the filter, where the shards are the same: it has no keys to deal it out by."""
-    spec = collection.stores[s]
-    table = spec.tables[number]
-    begin, size = spec.bloom_segments()[number]
-    saved_s, saved = source.store_of(table.name)
-    old_begin, old_size = saved["bloom_segments"][saved["tables"].index(table.name)]
-    was, wanted = source.manifest["tables"][table.name]["admission"], admission_of(spec, table)
+    spec, name = table.spec, table.declared.name
+    begin, size = spec.bloom_segments()[table.number]
+    saved_s, saved = source.store_of(name)
+    old_begin, old_size = saved["bloom_segments"][saved["tables"].index(name)]
+    was, wanted = source.manifest["tables"][name]["admission"], admission_of(spec, table.declared)
     is_same = was == wanted and old_size == size
     if not is_same and old_size:
         text = '%s: table "%s": its Bloom filter starts empty: %s was saved, wanted %s, and counters without keys '
         text += "cannot be dealt to other shards. Keys without a row are counted from 0."
-        LOG.warning(text, source.op, table.name, was, wanted)
-    (bloom,) = state.stores[s].bloom
+        LOG.warning(text, source.op, name, was, wanted)
+    (bloom,) = held.state.stores[table.store].bloom
     blocks = {}
     for shard, part in local_parts(bloom, spec.num_shards).items():
         counters = np.array(part).view(np.uint8)
@@ -201,4 +195,5 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
             words = source.bloom(saved_s, 0 if spec.is_replicated else shard)
             counters[begin : begin + size] = words.view(np.uint8)[old_begin : old_begin + old_size]
         blocks[shard] = counters.view(np.uint32)
-    return _with_arrays(state, s, bloom=(_put(collection, blocks.__getitem__),))
+    bloom = _put(held.collection, blocks.__getitem__)
+    held.state = _with_arrays(held.state, table.store, bloom=(bloom,))

@@ -4,41 +4,64 @@ Sharding model: a round is one program over all shards. Each process gives the r
 size, and all make equally many rounds. (`import_table` takes the same records in all processes.)
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import processes
+from jaxsok.checkpoint.files import CorruptFileError
+from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.checks import not_none
 from jaxsok.collection import Collection
-from jaxsok.records import Records, join_records, regroup
-from jaxsok.specs import StoreSpec
+from jaxsok.operations import locate
+from jaxsok.records import Records, join_records, regroup, round_to
+from jaxsok.specs import StoreSpec, TableRef
 from jaxsok.store import row_bytes
 from jaxsok.table_export import no_records
 from jaxsok.table_import import Held, RecordWriter, take_padded
+from jaxsok.types import NUM_PARTITIONS
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round
 FAILED = 1 << 41  # rows: more than any process has
 
 
-def place_records(
-    op: str, collection: Collection, s: int, number: int, held: Held, read_shard: Callable[[int], Iterator[Records]]
-) -> int:
-    """Places records of table `number` of store `s`, and returns how many there were on all shards.
+@dataclasses.dataclass
+class Restoring(Held):
+    """A state that tables are restored into, one folder after the other."""
 
-    `held` has room for all of them; its state is donated and replaced. `read_shard` reads the records of a shard of
-    this process; for a replicated store those of one shard. If it raises, other processes raise a RuntimeError.
-    """
-    spec, shards = collection.stores[s], collection.shards
-    local = shards.local()
+    collection: Collection
+    tables: Sequence[str] | None
+    """Their names; None: all."""
+    optimizer_state: OptimizerState
+    is_whole: bool
+    """True if the state also gets what belongs to no table: the step, a life, optimizer state of no row."""
+    now: int | None
+    """The last step of rows that come in, at least; None: as saved."""
+
+
+def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> None:
+    """Places a table's saved rows over those of the same keys; the state has room for all of them."""
+    op, collection = source.op, held.collection
+    table = locate(op, collection, name)
+    spec, shards, is_once = table.spec, collection.shards, table.spec.is_replicated
+    local, owners = shards.local(), shards_of_partitions(collection, table)
+
+    def read_shard(shard: int) -> Iterator[Records]:
+        wanted = None if is_once or (owners == shard).all() else owners == shard
+        if wanted is None or wanted.any():
+            for records in source.records(name, wanted):
+                yield _fit(spec, records, taken, source.manifest["clock"], held.now)
+
     lines = ROUND_BYTES // (row_bytes(spec) * len(local))
     # A power of two: a few programs, whatever the number of rows.
     most_lines = min(MOST_LINES, 1 << max(6, lines.bit_length() - 1))
-    is_once = spec.is_replicated
+    # Each process reads a replicated store in full.
     streams = {shard: regroup(read_shard(shard), most_lines, join_records) for shard in local[: 1 if is_once else None]}
-    writer = RecordWriter(op, collection.stores, s, number, shards, held, clock=np.uint32(0))
+    writer = RecordWriter(op, collection.stores, table, held, clock=np.uint32(0))
     none, total = no_records(spec), 0
     while True:
         blocks, most, error = {}, FAILED, None
@@ -64,8 +87,40 @@ def place_records(
         writer.settle()
         writer.write(functools.partial(iter, [piece]))
     writer.settle()
-    # Each process reads a replicated store in full.
-    return total if is_once or shards.num_processes == 1 else processes.total(total)
+    num_placed = total if is_once or shards.num_processes == 1 else processes.total(total)
+    saved = source.manifest["tables"][name]["num_rows"]
+    with processes.fail_together(op):
+        if num_placed != saved:
+            raise CorruptFileError(
+                f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
+                "saves were mixed."
+            )
+
+
+def shards_of_partitions(collection: Collection, table: TableRef) -> np.ndarray:
+    """Returns the shard of each partition of a table's keys: int64[4096]."""
+    placement, num_shards = table.declared.placement, table.spec.num_shards
+    if num_shards == 1 or placement.kind == "on":
+        return np.full(NUM_PARTITIONS, placement.shard if num_shards > 1 else 0, np.int64)
+    return np.asarray(collection.partition_owners, np.int64)
+
+
+def _fit(spec: StoreSpec, records: Records, taken: Sequence[str], clock: int, now: int | None) -> Records:
+    """Converts rows saved at `clock` to the dtype, optimizer state and statistics of a store."""
+    num_rows = records.num_rows
+    state = {
+        state.name: records.state[state.name]
+        if state.name in taken
+        else np.full((num_rows, state.dim), state.initial_value, np.float32)
+        for state in spec.state_specs
+    }
+    last_step, frequency = records.last_step, records.frequency
+    if spec.keeps_statistics and last_step is None:
+        # Unknown: they count as used when they were saved, so that none of them is the first to leave.
+        last_step, frequency = np.full(num_rows, np.uint32(clock)), np.zeros(num_rows, np.uint32)
+    if now is not None and last_step is not None:
+        last_step = np.maximum(last_step, np.uint32(now))
+    return Records(records.keys, round_to(records.rows, jnp.dtype(spec.dtype)), state, last_step, frequency)
 
 
 def _pad(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:

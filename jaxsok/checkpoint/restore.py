@@ -10,24 +10,22 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import enlarge, grow, processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import non_row_state
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
-from jaxsok.checkpoint.files import CorruptFileError, key_batches
-from jaxsok.checkpoint.place import place_records
+from jaxsok.checkpoint.files import key_batches
+from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions
 from jaxsok.checkpoint.save import time_of
-from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms, choose_tables
+from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
-from jaxsok.records import Records, round_to
-from jaxsok.specs import StoreSpec, TableSpec, name_word
+from jaxsok.specs import TableRef, name_word
 from jaxsok.store import State
-from jaxsok.table_import import Held, rows_in_use
+from jaxsok.table_import import rows_in_use
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -95,16 +93,16 @@ def apply_delta(
         check_untraced(op, state)
         source = Source.of(op, pathlib.Path(path))
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
-        held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
-        check_link(op, source, held, f'"{after}"')
-        names = choose_tables(source, collection, tables)
-        check_forms(source, collection, names, optimizer_state)
+        before = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
+        check_link(op, source, before, f'"{after}"')
+        names = list(check_forms(source, collection, tables, optimizer_state))
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
         source.verify(names)
-    with hold_state(collection, state, names) as held:
-        apply_link(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
+    held = Restoring(state, collection, tables, optimizer_state, is_whole=tables is None, now=now)
+    with _kept_on_errors(held, names):
+        _apply_link(source, held)
     if tables is None:
-        non_row_state.restore_looks(source, collection, held.state)
+        non_row_state.restore_looks(source, held)
     return held.state
 
 
@@ -120,56 +118,56 @@ def restore(
     full, is_new, now = chain[0], state is None, None
     op = full.op
     with processes.fail_together(op):
-        names = choose_tables(full, collection, tables)
         if state is not None:
             check_state(op, collection, state)
             check_untraced(op, state)
             now = time_of(op, state, clock)
-        taken = check_forms(full, collection, names, optimizer_state)
+        taken = check_forms(full, collection, tables, optimizer_state)
+        names = list(taken)
         full.check(names)
         if state is not None:
             # Before rows of the state go: a damaged batch must not cost them.
             for delta in chain[1:]:
-                choose_tables(delta, collection, tables)
-                check_forms(delta, collection, names, optimizer_state)
+                check_forms(delta, collection, tables, optimizer_state)
             for source in chain:
                 source.verify(names)
     if state is None:
         low, high = full.manifest["seed"]
         state = collection.init(seed=low | high << 32)
-        state = non_row_state.with_store_words(full, collection, state)
+    held = Restoring(state, collection, tables, optimizer_state, is_whole=is_new, now=now)
+    if is_new:
+        non_row_state.add_store_words(full, held)
         non_row_state.note_keys(full, collection)
     rows = {}
     for name in names:
-        by_partition = manifest_lib.unpack(full.manifest["tables"][name]["partition_rows"])
-        rows[name] = _rows_by_shard(op, collection, name, by_partition)
+        table, manifest = locate(op, collection, name), full.manifest["tables"][name]
+        rows[name] = _rows_by_shard(collection, table, manifest_lib.unpack(manifest["partition_rows"]))
         if not is_new:
-            s, number = locate(op, collection, name)
-            there = collection.shards.read(state.stores[s].table_rows).reshape(-1, len(collection.stores[s].tables))
-            rows[name] -= there[:, number].astype(np.int64)
-    with hold_state(collection, state, names, is_new=is_new) as held:
+            there = collection.shards.read(state.stores[table.store].table_rows).reshape(-1, len(table.spec.tables))
+            rows[name] -= there[:, table.number].astype(np.int64)
+    with _kept_on_errors(held, names, is_new=is_new):
         # Before anything goes: a refusal changes nothing.
-        held.state = with_room(full, collection, state, rows, is_new=is_new)
+        _make_room(full, held, rows, is_new=is_new)
         for name in () if is_new else names:
             held.state, _ = collection.clear(held.state, name)
         for name in names:
-            place(full, collection, held, name, taken[name], now)
-        non_row_state.add(full, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+            place(full, held, name, taken[name])
+        non_row_state.add(full, held, names)
         for delta in chain[1:]:
-            apply_link(delta, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
+            _apply_link(delta, held)
     if tables is None:
-        non_row_state.restore_looks(chain[-1], collection, held.state)
+        non_row_state.restore_looks(chain[-1], held)
     return held.state
 
 
 @contextlib.contextmanager
-def hold_state(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
-    """Wraps calls that donate a state bit by bit: an error carries the last whole state, unless the state `is_new`."""
-    held = Held(state)
+def _kept_on_errors(held: Restoring, names: Sequence[str], *, is_new: bool = False) -> Iterator[None]:
+    """Surrounds calls that donate a state bit by bit: an error carries the last whole state, unless it `is_new`."""
+    given = held.state
     try:
-        yield held
+        yield
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
-        if not is_new and held.state is not state:
+        if not is_new and held.state is not given:
             error.add_note(
                 f"The state was donated, and is changed: tables {list(names)} have part of what was to come. What "
                 "there is now is the `state` attribute of this error; restore these tables into it again."
@@ -177,98 +175,46 @@ def hold_state(collection: Collection, state: State, names: Sequence[str], *, is
             error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
-        collection.growth.forget()  # its bound on the rows in use holds for steps alone
+        held.collection.growth.forget()  # its bound on the rows in use holds for steps alone
 
 
-def place(source: Source, collection: Collection, held: Held, name: str, taken: Sequence[str], now: int | None) -> None:
-    """Places a table's saved rows over those of the same keys, with last steps of `now` at least (None: as saved)."""
-    op = source.op
-    s, number = locate(op, collection, name)
-    spec = collection.stores[s]
-    table = spec.tables[number]
-    owners = _owners_of(collection, spec, table)
-    clock, dtype = np.uint32(source.manifest["clock"]), jnp.dtype(table.dtype)
-
-    def fit(records: Records) -> Records:
-        """Converts saved rows to the dtype, optimizer state and statistics of the table."""
-        num_rows = records.num_rows
-        state = {
-            state.name: records.state[state.name]
-            if state.name in taken
-            else np.full((num_rows, state.dim), state.initial_value, np.float32)
-            for state in spec.state_specs
-        }
-        last_step, frequency = records.last_step, records.frequency
-        if spec.keeps_statistics and last_step is None:
-            # Unknown: they count as used when they were saved, so that none of them is the first to leave.
-            last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
-        if now is not None and last_step is not None:
-            last_step = np.maximum(last_step, np.uint32(now))
-        return Records(records.keys, round_to(records.rows, dtype), state, last_step, frequency)
-
-    def read_shard(shard: int) -> Iterator[Records]:
-        wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
-        if wanted is None or wanted.any():
-            yield from map(fit, source.records(name, wanted))
-
-    num_placed = place_records(op, collection, s, number, held, read_shard)
-    saved = source.manifest["tables"][name]["num_rows"]
-    with processes.fail_together(op):
-        if num_placed != saved:
-            raise CorruptFileError(
-                f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
-                "saves were mixed."
-            )
-
-
-def apply_link(
-    source: Source,
-    collection: Collection,
-    held: Held,
-    tables: Sequence[str] | None,
-    optimizer_state: OptimizerState,
-    *,
-    is_whole: bool,
-    now: int | None,
-) -> None:
+def _apply_link(source: Source, held: Restoring) -> None:
     """Applies a delta; its place in the chain is checked already."""
+    collection = held.collection
     with processes.fail_together(source.op):
-        names = choose_tables(source, collection, tables)
-        taken = check_forms(source, collection, names, optimizer_state)
-    if is_whole:
+        taken = check_forms(source, collection, held.tables, held.optimizer_state)
+    if held.is_whole:
         non_row_state.note_keys(source, collection)
     # Removed rows make room for new ones: a table that evicts may be full at both ends of a delta.
-    more = {name: _more_rows(source, collection, held.state, name) for name in names}
-    held.state = with_room(source, collection, held.state, more)
-    for name in names:
+    _make_room(source, held, {name: _more_rows(source, held, name) for name in taken})
+    for name in taken:
         for keys in processes.iterate_together(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
                 erased = pad_keys(keys[start : start + KEYS_AT_A_TIME])
                 held.state, _ = collection.erase(held.state, name, erased)
-    for name in names:
-        place(source, collection, held, name, taken[name], now)
-    non_row_state.add(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
+    for name in taken:
+        place(source, held, name, taken[name])
+    non_row_state.add(source, held, list(taken))
 
 
-def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
+def _more_rows(source: Source, held: Restoring, name: str) -> np.ndarray:
     """Counts the rows that a delta adds to each shard, less those that it removes: int64[num_shards]."""
-    more = np.zeros(NUM_PARTITIONS, np.int64)
-    for keys, found in find_keys(source.op, collection, state, table, key_batches(source.files(table))):
-        more += _keys_by_partition(table, keys[~found])
-    tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
-    for keys, found in find_keys(source.op, collection, state, table, tombstones):
-        more -= _keys_by_partition(table, keys[found])
-    return _rows_by_shard(source.op, collection, table, more)
+    op, collection, more = source.op, held.collection, np.zeros(NUM_PARTITIONS, np.int64)
+    for keys, found in find_keys(op, collection, held.state, name, key_batches(source.files(name))):
+        more += _keys_by_partition(name, keys[~found])
+    tombstones = key_batches(source.files(name, manifest_lib.TOMBSTONES))
+    for keys, found in find_keys(op, collection, held.state, name, tombstones):
+        more -= _keys_by_partition(name, keys[found])
+    return _rows_by_shard(collection, locate(op, collection, name), more)
 
 
-def with_room(
-    source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray], *, is_new: bool = False
-) -> State:
-    """Grows a state, which is donated, for `rows`, the net gain of each shard: int64[num_shards] by table.
+def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], *, is_new: bool = False) -> None:
+    """Grows the state for `rows`, the net gain of each shard: int64[num_shards] by table.
 
     A new state also gets room for one step's new keys, if memory allows. A store that evicts may exceed its
     `max_capacity` until the next `grow`: with fewer shards, uneven hashes need more room.
     """
+    collection, state = held.collection, held.state
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
         parts = (rows[table.name] for table in spec.tables if table.name in rows)
@@ -295,7 +241,7 @@ def with_room(
     room = enlarge.agree_on_room([collection.stores[s] for s in roomy], collection.shards)
     if enlarge.fits(enlarge.rows_to_add(collection.stores, state, capacities | roomy), *room):
         capacities |= roomy
-    return enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards)
+    held.state = enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
@@ -307,22 +253,14 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
     return max(LEAST_ROOM, declared, num_rows // grow.SLACK_SHARE)
 
 
-def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:
+def _rows_by_shard(collection: Collection, table: TableRef, rows: np.ndarray) -> np.ndarray:
     """Sums rows by partition to rows by shard: int64[num_shards]."""
-    s, number = locate(op, collection, name)
-    spec = collection.stores[s]
-    if spec.is_replicated:
-        return np.full(spec.num_shards, rows.sum(), np.int64)
-    counts = np.zeros(spec.num_shards, np.int64)
-    np.add.at(counts, _owners_of(collection, spec, spec.tables[number]), rows.astype(np.int64))
+    if table.spec.is_replicated:
+        return np.full(table.spec.num_shards, rows.sum(), np.int64)
+    counts = np.zeros(table.spec.num_shards, np.int64)
+    np.add.at(counts, shards_of_partitions(collection, table), rows.astype(np.int64))
     return counts
 
 
 def _keys_by_partition(name: str, keys: np.ndarray) -> np.ndarray:
     return np.bincount(partitions_of(keys, name_word(name)).astype(np.int64), minlength=NUM_PARTITIONS)
-
-
-def _owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
-    if spec.num_shards == 1 or table.placement.kind == "on":
-        return np.full(NUM_PARTITIONS, table.placement.shard if spec.num_shards > 1 else 0, np.int64)
-    return np.asarray(collection.partition_owners, np.int64)

@@ -109,7 +109,7 @@ class Source:
         return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
 
 
-def choose_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
+def _choose_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
     """Returns the tables to restore; a ValueError where none were chosen and names differ, or one is missing."""
     op, saved = source.op, list(source.manifest["tables"])
     declared = [table.name for table in collection.tables]
@@ -131,17 +131,15 @@ def choose_tables(source: Source, collection: Collection, tables: Sequence[str] 
 
 
 def check_forms(
-    source: Source, collection: Collection, names: Sequence[str], optimizer_state: OptimizerState
+    source: Source, collection: Collection, tables: Sequence[str] | None, optimizer_state: OptimizerState
 ) -> dict[str, tuple[str, ...]]:
     """Returns the pieces of optimizer state to restore, by table; refuses another dim, or a form that is required."""
-    op = source.op
+    op, names = source.op, _choose_tables(source, collection, tables)
     checks.one_of(f"{op}: optimizer_state", optimizer_state, OPTIMIZER_STATES)
     taken: dict[str, tuple[str, ...]] = {}
     for name in names:
-        s, number = locate(op, collection, name)
-        spec, form = collection.stores[s], source.form(name)
-        table = spec.tables[number]
-        wanted = TableForm.of(spec, table)
+        table, form = locate(op, collection, name), source.form(name)
+        spec, wanted = table.spec, TableForm.of(table.spec, table.declared)
         if form.dim != wanted.dim:
             raise ValueError(f'{op}: table "{name}": dim: got {form.dim} in "{source.folder}", wanted {wanted.dim}.')
         saved, declared = ({state: dim for state, dim, _ in states} for states in (form.states, wanted.states))

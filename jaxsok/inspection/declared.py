@@ -164,7 +164,6 @@ class _Place:
         return [(self / number, item) for number, item in enumerate(value)]
 
     def make(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """Calls a function; what it refuses names the place."""
         parameters = inspect.signature(function).parameters
         arguments = self.fields(arguments, parameters)
         for name, parameter in parameters.items():

@@ -257,7 +257,6 @@ class RawArray:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
 
     def byte_of(self, row: int) -> int:

@@ -106,7 +106,6 @@ class Tensor:
         return result
 
     def _open(self, sizes: tuple[int, ...], path: pathlib.Path, begin: int, end: int) -> np.ndarray:
-        """Maps a chunk into memory."""
         try:
             with open(path, "rb") as file:
                 section = memoryview(mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ))[begin:]

@@ -165,7 +165,6 @@ def rows_of(model: Any, names: Mapping[str, str] | None = None) -> Callable[[str
 
 
 def _require_one(op: str, where: Any, name: str, found: Sequence[str], every: Iterable[str]) -> str:
-    """Returns the one name that was found."""
     if len(found) != 1:
         raise ValueError(f'{op}: {where}: got "{name}", of which there are {list(found)}, wanted one of {list(every)}.')
     return found[0]

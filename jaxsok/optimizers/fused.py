@@ -62,9 +62,6 @@ class Sgd(Limited):
         return RowOutputs(row - learning_rate * gradient, (trace,))
 
 
-sgd = function_of(Sgd)
-
-
 @dataclasses.dataclass(frozen=True)
 class Adagrad(Limited):
     """Adagrad: `acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0.
@@ -110,9 +107,6 @@ class Adagrad(Limited):
         return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
 
 
-adagrad = function_of(Adagrad)
-
-
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
@@ -138,9 +132,6 @@ class RowwiseAdagrad(Adagrad):
         accumulator = accumulator + jnp.mean(gradient * gradient)
         root = jnp.sqrt(accumulator + eps) if self.eps_in_sqrt else jnp.sqrt(accumulator) + eps
         return RowOutputs(row - learning_rate / root * gradient, (accumulator,))
-
-
-rowwise_adagrad = function_of(RowwiseAdagrad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +171,6 @@ class Adam(Limited):
         return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
 
 
-adam = function_of(Adam)
-
-
 def bias_correction(step: Any, decay: float) -> Float[Array, ""]:
     """Returns 1 - decay^t, t counting this update of the collection."""
     count = jnp.asarray(step).astype(jnp.float32) + jnp.float32(1)
@@ -203,3 +191,9 @@ def with_momentum(update: Array, trace: Array, momentum: float, nesterov: bool) 
     """Returns the update after momentum, and the trace."""
     trace = update + momentum * trace
     return (update + momentum * trace if nesterov else trace), trace
+
+
+sgd = function_of(Sgd)
+adagrad = function_of(Adagrad)
+rowwise_adagrad = function_of(RowwiseAdagrad)
+adam = function_of(Adam)

@@ -54,9 +54,6 @@ class AdamW(Limited):
         return gradient * gradient
 
 
-adamw = function_of(AdamW)
-
-
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdam(AdamW):
     """Lazy Adam with one second moment a row: `v = b2 v + (1 - b2) mean(g²)`. Nearly half the state of `adam`.
@@ -79,9 +76,6 @@ class RowwiseAdam(AdamW):
 
     def _squares(self, gradient: Array) -> Array:
         return jnp.mean(gradient * gradient)
-
-
-rowwise_adam = function_of(RowwiseAdam)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +103,6 @@ class NAdam(AdamW):
         v = average(v, gradient * gradient, self.b2)
         ahead = self.b1 * (m / correct_ahead) + (1 - self.b1) * (gradient / correct1)
         return ahead / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
-
-
-nadam = function_of(NAdam)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +137,6 @@ class Adamax(Limited):
         return RowOutputs(row - learning_rate * ((m / correct1) / u + self.weight_decay * row), (m, u))
 
 
-adamax = function_of(Adamax)
-
-
 @dataclasses.dataclass(frozen=True)
 class Lion(Limited):
     """Lion: `row -= lr · (sign(b1 m + (1 - b1) g) + weight_decay · row); m = b2 m + (1 - b2) g`.
@@ -175,4 +163,8 @@ class Lion(Limited):
         return RowOutputs(row - learning_rate * update, (average(m, gradient, self.b2),))
 
 
+adamw = function_of(AdamW)
+rowwise_adam = function_of(RowwiseAdam)
+nadam = function_of(NAdam)
+adamax = function_of(Adamax)
 lion = function_of(Lion)

@@ -91,9 +91,6 @@ class Ftrl(Limited):
         return RowOutputs(jnp.where(moves, new_row, row), states)
 
 
-ftrl = function_of(Ftrl)
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupFtrl(Ftrl):
     """`ftrl` with a group lasso on rows: rows that bring too little become zero, all of their numbers at once.
@@ -113,9 +110,6 @@ class GroupFtrl(Ftrl):
 
     name: ClassVar[str] = "group_ftrl"
     l21: float = not_negative(0.0)
-
-
-group_ftrl = function_of(GroupFtrl)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,4 +162,6 @@ class GroupAdam(Limited):
         return RowOutputs(jnp.where(moves, new_row, row), (m, v, jnp.where(moves, new_held, held)))
 
 
+ftrl = function_of(Ftrl)
+group_ftrl = function_of(GroupFtrl)
 group_adam = function_of(GroupAdam)

@@ -82,9 +82,6 @@ class RmsProp(Limited):
         return RowOutputs(row - update, tuple(states))
 
 
-rmsprop = function_of(RmsProp)
-
-
 @dataclasses.dataclass(frozen=True)
 class Adadelta(Limited):
     """Adadelta: steps in the unit of the row, as long as those before them.
@@ -114,9 +111,6 @@ class Adadelta(Limited):
         v = average(v, gradient * gradient, self.rho)
         update = jnp.sqrt(u + self.eps) / jnp.sqrt(v + self.eps) * gradient
         return RowOutputs(row - learning_rate * update, (v, average(u, update * update, self.rho)))
-
-
-adadelta = function_of(Adadelta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,4 +162,6 @@ class AdagradDecay(Limited):
         return RowOutputs(row - learning_rate * (gradient / jnp.sqrt(accumulator)), (accumulator, num_decays))
 
 
+rmsprop = function_of(RmsProp)
+adadelta = function_of(Adadelta)
 adagrad_decay = function_of(AdagradDecay)

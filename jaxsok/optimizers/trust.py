@@ -46,9 +46,6 @@ class Lamb(AdamW):
         return RowOutputs(inputs.row - inputs.hyper[0] * _scale_to_row(update, inputs.row), states)
 
 
-lamb = function_of(Lamb)
-
-
 @dataclasses.dataclass(frozen=True)
 class Lars(Limited):
     """LARS, with a row in the place of a layer: gradient descent whose steps are scaled to the row, with momentum.
@@ -83,4 +80,5 @@ class Lars(Limited):
         return RowOutputs(row - update, (trace,))
 
 
+lamb = function_of(Lamb)
 lars = function_of(Lars)

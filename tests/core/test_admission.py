@@ -355,8 +355,8 @@ TestAdmissionMachine.settings = hypothesis.settings(max_examples=12)
 
 def waiting(collection, state, name):
     """Returns the waiting keys of a table and their counts, over all shards."""
-    s, number = operations.locate("test", collection, name)
-    keys, counts = admission.waiting_keys(collection.stores[s], state.stores[s], number)
+    found = operations.locate("test", collection, name)
+    keys, counts = admission.waiting_keys(found.spec, state.stores[found.store], found.number)
     assert len(set(keys.tolist())) == len(keys)
     return dict(zip(keys.tolist(), counts.tolist(), strict=True))
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsok
 from jaxsok import policies, windows
 from jaxsok.kernels import window as doors
-from jaxsok.shards import MeshShards, OneDevice
+from jaxsok.shards import ONE_DEVICE, MeshShards
 
 NUM_SHARDS = 4
 NUM_SAMPLES = 64  # per shard
@@ -105,7 +105,7 @@ def test_the_cpu_has_no_windows():
 def test_one_shard_needs_no_windows():
     """On one shard nothing is exchanged, whatever the declaration requests."""
     with on_any_platform(), unittest.mock.patch.object(doors, "open_windows", side_effect=AssertionError):
-        assert windows.windows_of(OneDevice(), "window") is None
+        assert windows.windows_of(ONE_DEVICE, "window") is None
         assert windows.windows_of(MeshShards(programs.mesh(1), ("data",)), "window") is None
 
 
