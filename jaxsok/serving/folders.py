@@ -286,7 +286,7 @@ class _Chain:
             named = [batch.copy() for kind in kinds for batch in key_batches(link.files(table, kind))]
             if not named:
                 continue
-            mine = np.unique(np.concatenate(named))
+            mine = np.concatenate(named)
             # The first of equal keys stays: the later link's.
             self._keys, first = np.unique(np.concatenate([mine, self._keys]), return_index=True)
             self._last_links = np.concatenate([np.full(mine.size, number, np.uint32), self._last_links])[first]
@@ -323,7 +323,7 @@ class _Chain:
 
     def _is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
         """Finds the rows of a link that no later link replaces: bool[num_keys]."""
-        if self._keys.size == 0:
+        if self._keys.size == 0 or link == len(self._links) - 1:
             return np.ones(keys.shape, bool)
         places = np.minimum(np.searchsorted(self._keys, keys), self._keys.size - 1)
         return (self._keys[places] != keys) | (self._last_links[places] == link)
