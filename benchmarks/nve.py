@@ -5,7 +5,7 @@ Workload: that of `bench_cache.py`: the same ids; the cache has the bytes of a t
 Limit:    that of `bench_cache.py`.
 Command:  `python -m jaxsok bench --only cache` starts it first where NVE is found: in the folder that `JAXSOK_NVE`
           names, or as the installed package `pynve`; by hand: `python -m benchmarks.nve --out nve.json`.
-Last result: none.
+Last result: docs/results/serving.md, "NVE" (one H100, commit 4328f66).
 
 This file calls NVE's C interface. A *linear* layer has a static table in pinned memory, where an id is its row. (NVE's
 Python layer puts it in managed memory, which is not measured.) A kernel reads rows that are not in the cache over the

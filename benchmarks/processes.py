@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     local = [options.process_id] if jax.config.jax_platforms != "cpu" else None
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
     shown = {"processes": options.num_processes, "workloads": options.workloads, "wires": options.wires}
-    shown |= {"scale": options.scale, "repetitions": options.repetitions, "quick": False}
+    shown |= {"scale": options.scale, "repetitions": options.repetitions, "quick": False, "parts": ["exchange"]}
     recorder = Recorder(options.out, records.describe(shown, options.commit)) if options.process_id == 0 else None
     for asked in options.workloads.split(","):
         name, _, distribution = asked.partition(":")

@@ -192,7 +192,7 @@ def _command(options: dict[str, Any]) -> str:
     given |= {"batch_ms": "batch-ms", "scale": "scale"}
     words = ["python -m jaxsok bench"] + (["--quick"] if options["quick"] else [])
     if "processes" in options:  # a process for each device, which process 0 names
-        given |= {"wires": "wires"}
+        given = {name: option for name, option in given.items() if name != "parts"} | {"wires": "wires"}
         words = [f"python -m benchmarks.processes --num-processes {options['processes']} --process-id …"]
     for name, option in given.items():
         value = options.get(name)
@@ -225,7 +225,8 @@ def _protocol(options: dict[str, Any]) -> str:
     if "seconds" in options:
         given = f", `{options['train']}`" if options["train"] else ""
         training = f"training {bench_dcnv2.NUM_RUNS} runs of {options['seconds']:g} s{given}; parts "
-    return f"{training}{options['repetitions']} repetitions of {options['batch_ms']:g} ms; "
+    of = f" of {options['batch_ms']:g} ms" if "batch_ms" in options else ""
+    return f"{training}{options['repetitions']} repetitions{of}; "
 
 
 def _one_line(text: str) -> str:
