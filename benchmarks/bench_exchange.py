@@ -36,19 +36,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxsok
-from jaxsok import combine as combine_lib
-from jaxsok import exchange as exchange_lib
-from jaxsok import gradients as gradients_lib
-from jaxsok import plan as plan_lib
-from jaxsok import table as table_lib
+from jaxsok import (
+    combine as combine_lib,
+    exchange as exchange_lib,
+    gradients as gradients_lib,
+    plan as plan_lib,
+    table as table_lib,
+)
 from jaxsok.exchange import Route
 from jaxsok.features import Batch
-from jaxsok.kernels import lookup as lookup_kernels
-from jaxsok.kernels import update as update_kernels
+from jaxsok.kernels import lookup as lookup_kernels, update as update_kernels
 from jaxsok.pack import Packing
 from jaxsok.pipeline import LookAhead, Pipeline
 from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROUNDINGS, ROW_GRADIENTS

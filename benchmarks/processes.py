@@ -26,8 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxsok
 from jaxsok.pipeline import LookAhead, Pipeline

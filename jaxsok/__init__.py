@@ -4,8 +4,7 @@ Rows appear as 64-bit keys are first seen; a lookup gives embeddings, `jax.grad`
 an update moves the rows that were used. Start with `Collection`.
 """
 
-from jaxsok import initializers, policies
-from jaxsok import optimizers as optim
+from jaxsok import initializers, optimizers as optim, policies
 from jaxsok.adapters import Coo, from_kjt, safe_bags
 from jaxsok.caches import CacheEstimate, CacheStats, cache_estimate
 from jaxsok.collection import Collection

@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import checks
-from jaxsok import features as features_lib
-from jaxsok import keys as keys_lib
+from jaxsok import checks, features as features_lib, keys as keys_lib
 from jaxsok.checks import not_none
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import adapters, split
-from jaxsok import features as features_lib
+from jaxsok import adapters, features as features_lib, split
 from jaxsok.planner import check_declarations
 from jaxsok.printed import format_bytes, format_columns
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, group_into_stores

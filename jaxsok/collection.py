@@ -10,31 +10,31 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from jaxsok import ahead as ahead_lib
 from jaxsok import (
+    ahead as ahead_lib,
     annotations,
     checks,
     declaration,
     enlarge,
+    evict as evict_lib,
+    features as features_lib,
+    gradients as gradients_lib,
+    grow as grow_lib,
     guards,
     lives,
+    memory as memory_lib,
+    norms as norms_lib,
     operations,
+    pack as pack_lib,
+    pipeline as pipeline_lib,
+    plan as plan_lib,
     policies,
     processes,
+    specs as specs_lib,
     stacking,
     table_export,
     table_import,
 )
-from jaxsok import evict as evict_lib
-from jaxsok import features as features_lib
-from jaxsok import gradients as gradients_lib
-from jaxsok import grow as grow_lib
-from jaxsok import memory as memory_lib
-from jaxsok import norms as norms_lib
-from jaxsok import pack as pack_lib
-from jaxsok import pipeline as pipeline_lib
-from jaxsok import plan as plan_lib
-from jaxsok import specs as specs_lib
 from jaxsok.caches import CacheStats
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker

@@ -19,8 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, UInt32
 
-from jaxsok import annotations
-from jaxsok import table as table_lib
+from jaxsok import annotations, table as table_lib
 from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts

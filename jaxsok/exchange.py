@@ -23,8 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from jaxsok import annotations, table
-from jaxsok import plan as plan_lib
+from jaxsok import annotations, plan as plan_lib, table
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.optimizers.program import vary_alike

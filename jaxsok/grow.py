@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxsok import admission, policies
-from jaxsok import coming as coming_lib
-from jaxsok import evict as evict_lib
+from jaxsok import admission, coming as coming_lib, evict as evict_lib, policies
 from jaxsok.checks import not_none
 from jaxsok.coming import Coming
 from jaxsok.enlarge import agree_on_room, fits, names_of, next_capacity, prepare_growth, require_memory, rows_to_add

@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxsok import admission, annotations, table, tiers
-from jaxsok import exchange as exchange_lib
+from jaxsok import admission, annotations, exchange as exchange_lib, table, tiers
 from jaxsok.checks import not_none
 from jaxsok.exchange import SCALED_DTYPES, Exchange, Route
 from jaxsok.features import StoreFeatures

@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsok import checks
-from jaxsok import features as features_lib
+from jaxsok import checks, features as features_lib
 from jaxsok.checks import not_none
 from jaxsok.enlarge import next_capacity
 from jaxsok.exchange import default_send_capacity

@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 from jaxsok import annotations, table
 from jaxsok.exchange import Exchange, has_divided_bags
 from jaxsok.gradients import Arrived, Used, as_features, fold_arrivals, gradients_by_bag, join_features, scale_by_uses
-from jaxsok.kernels import combine as combine_kernels
-from jaxsok.kernels import plan as plan_kernels
+from jaxsok.kernels import combine as combine_kernels, plan as plan_kernels
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState

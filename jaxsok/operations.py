@@ -16,11 +16,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from jaxsok import checks, coming, guards, policies, tickets
-from jaxsok import evict as evict_lib
-from jaxsok import keys as keys_lib
-from jaxsok import plan as plan_lib
-from jaxsok import table as table_lib
+from jaxsok import (
+    checks,
+    coming,
+    evict as evict_lib,
+    guards,
+    keys as keys_lib,
+    plan as plan_lib,
+    policies,
+    table as table_lib,
+    tickets,
+)
 from jaxsok.caches import CacheStats
 from jaxsok.checks import not_none
 from jaxsok.features import Batch, Features

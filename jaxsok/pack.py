@@ -24,10 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import adapters, checks, settings
-from jaxsok import features as features_lib
-from jaxsok import keys as keys_lib
-from jaxsok import split as split_lib
+from jaxsok import adapters, checks, features as features_lib, keys as keys_lib, settings, split as split_lib
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures

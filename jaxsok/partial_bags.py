@@ -17,15 +17,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jaxsok import annotations, norms, table, tiers, update
-from jaxsok import exchange as exchange_lib
+from jaxsok import annotations, exchange as exchange_lib, norms, table, tiers, update
 from jaxsok.checks import not_none
 from jaxsok.exchange import DIVIDED, SCALED_DTYPES, Exchange
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, concatenate, gradients_by_bag, join_features
-from jaxsok.kernels import lookup as lookup_kernels
-from jaxsok.kernels import plan as plan_kernels
-from jaxsok.kernels import update as update_kernels
+from jaxsok.kernels import lookup as lookup_kernels, plan as plan_kernels, update as update_kernels
 from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.lookup import Owner, StoreRead
 from jaxsok.plan import Found, Plan, Uses

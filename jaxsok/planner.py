@@ -26,9 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxsok import adapters, checks, split
-from jaxsok import features as features_lib
-from jaxsok import specs as specs_lib
+from jaxsok import adapters, checks, features as features_lib, specs as specs_lib, split
 from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import format_bytes, format_columns, name_devices

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxsok import checks
-from jaxsok import features as features_lib
-from jaxsok import keys as keys_lib
+from jaxsok import checks, features as features_lib, keys as keys_lib
 from jaxsok.features import Bags, Batch, Features, StoreFeatures, offsets_of
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec

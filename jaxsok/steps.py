@@ -15,9 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jaxsok import lookup as lookup_lib
-from jaxsok import stats as stats_lib
-from jaxsok import tickets, tiers
+from jaxsok import lookup as lookup_lib, stats as stats_lib, tickets, tiers
 from jaxsok.checks import not_none
 from jaxsok.features import Features
 from jaxsok.gradients import Gradients, Used

@@ -10,9 +10,7 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jaxsok import annotations, lookup, norms, partial_bags, update
-from jaxsok import exchange as exchange_lib
-from jaxsok import plan as plan_lib
+from jaxsok import annotations, exchange as exchange_lib, lookup, norms, partial_bags, plan as plan_lib, update
 from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange
 from jaxsok.features import Features, StoreFeatures

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from jaxsok import admission, tiers
-from jaxsok import rows as rows_lib
-from jaxsok.kernels import evict as evict_kernels
-from jaxsok.kernels import table as kernels
+from jaxsok import admission, rows as rows_lib, tiers
+from jaxsok.kernels import evict as evict_kernels, table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import (

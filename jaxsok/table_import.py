@@ -16,10 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxsok import enlarge
-from jaxsok import keys as keys_lib
-from jaxsok import plan as plan_lib
-from jaxsok import table as table_lib
+from jaxsok import enlarge, keys as keys_lib, plan as plan_lib, table as table_lib
 from jaxsok.exchange import rounded_capacity
 from jaxsok.records import Records
 from jaxsok.shards import Shards

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jaxsok import annotations, tiers
-from jaxsok import gradients as gradients_lib
+from jaxsok import annotations, gradients as gradients_lib, tiers
 from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange, gathered_dtype
 from jaxsok.gradients import Arrived, Used

@@ -45,8 +45,7 @@ import pyarrow.ipc
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import checkpoint, optim, policies, windows
-from jaxsok import grow as grow_lib
+from jaxsok import checkpoint, grow as grow_lib, optim, policies, windows
 
 TABLES = ("user", "page", "item", "query", "country")
 NUM_RAWS = 32  # drawn batches; a step takes one of them, with its keys shifted

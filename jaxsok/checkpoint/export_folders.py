@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxsok import processes, published
-from jaxsok.checkpoint import lineage as lineage_lib
-from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint import lineage as lineage_lib, manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
 from jaxsok.checkpoint.keys_by_row import KeysByRow
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of

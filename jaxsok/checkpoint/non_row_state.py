@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import admission as admission_lib
-from jaxsok import policies, processes
-from jaxsok.checkpoint import lineage as lineage_lib
-from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok import admission as admission_lib, policies, processes
+from jaxsok.checkpoint import lineage as lineage_lib, manifest as manifest_lib
 from jaxsok.checkpoint.place import Restoring
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.saved import Source

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxsok import enlarge, grow, processes
-from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint import non_row_state
+from jaxsok.checkpoint import manifest as manifest_lib, non_row_state
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions

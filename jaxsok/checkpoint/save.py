@@ -19,9 +19,7 @@ import numpy as np
 
 from jaxsok import checks, operations, policies
 from jaxsok.admission import waiting_in
-from jaxsok.checkpoint import files
-from jaxsok.checkpoint import lineage as lineage_lib
-from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint import files, lineage as lineage_lib, manifest as manifest_lib
 from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import initializers, policies
-from jaxsok import optimizers as optim
+from jaxsok import initializers, optimizers as optim, policies
 from jaxsok.collection import Collection
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, TableSpec, on
 

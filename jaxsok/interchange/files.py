@@ -16,8 +16,7 @@ from typing import IO, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import checks, published
-from jaxsok import keys as keys_lib
+from jaxsok import checks, keys as keys_lib, published
 from jaxsok.collection import Collection
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec

@@ -5,9 +5,7 @@
 `cache`, `backing` and `folders`.
 """
 
-from jaxsok.serving.config import Config, ModelConfig, TableConfig
-from jaxsok.serving.config import read as read_config
-from jaxsok.serving.config import write as write_config
+from jaxsok.serving.config import Config, ModelConfig, TableConfig, read as read_config, write as write_config
 from jaxsok.serving.errors import (
     ConfigError,
     DatabaseError,

@@ -19,8 +19,7 @@ from jaxsok.checkpoint.chain import chain_of, check_link
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.saved import Source
 from jaxsok.initializers import InitialRows
-from jaxsok.interchange import files as files_lib
-from jaxsok.interchange import hps as hps_lib
+from jaxsok.interchange import files as files_lib, hps as hps_lib
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable, table_that_reads

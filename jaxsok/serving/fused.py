@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsok import checks, features, guards, types
-from jaxsok import keys as keys_lib
-from jaxsok.kernels import lookup as kernels
-from jaxsok.kernels import table as table_kernels
+from jaxsok import checks, features, guards, keys as keys_lib, types
+from jaxsok.kernels import lookup as kernels, table as table_kernels
 from jaxsok.serving.errors import RequestError, refusals, require_mapping
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
 

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from jaxsok import keys as keys_lib
-from jaxsok import types
-from jaxsok.kernels import evict as evict_kernels
-from jaxsok.kernels import table as kernels
+from jaxsok import keys as keys_lib, types
+from jaxsok.kernels import evict as evict_kernels, table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.padding import fill_up, key_words, padded_size, slices
 

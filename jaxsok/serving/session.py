@@ -15,9 +15,7 @@ from typing import Any
 import jax
 
 from jaxsok import checks, host_limits
-from jaxsok.serving import config as config_lib
-from jaxsok.serving import databases as databases_lib
-from jaxsok.serving import row_map
+from jaxsok.serving import config as config_lib, databases as databases_lib, row_map
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
 from jaxsok.serving.model.served import Answer, Model, Served, open_model

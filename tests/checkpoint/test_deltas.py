@@ -26,8 +26,7 @@ from hypothesis import stateful
 
 import jaxsok
 from jaxsok import checkpoint, inspection, lives, optim, policies
-from jaxsok.checkpoint import chain as chains
-from jaxsok.checkpoint import manifest, restore
+from jaxsok.checkpoint import chain as chains, manifest, restore
 from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import npz
 from jaxsok.serving import folders

@@ -17,12 +17,10 @@ import ml_dtypes
 import numpy as np
 import programs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
-from jaxsok import __main__ as command_line
-from jaxsok import inspection
+from jaxsok import __main__ as command_line, inspection
 from jaxsok.checkpoint import export_full
 from jaxsok.inspection import counts, pictures
 from jaxsok.inspection.counts import QUANTILES

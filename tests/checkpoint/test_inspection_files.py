@@ -10,8 +10,7 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok import __main__ as command_line
-from jaxsok import inspection
+from jaxsok import __main__ as command_line, inspection
 from jaxsok.records import Records
 
 ROWS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)

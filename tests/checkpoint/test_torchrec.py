@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import jaxsok
-from jaxsok import __main__ as command_line
-from jaxsok import checkpoint, optim
+from jaxsok import __main__ as command_line, checkpoint, optim
 from jaxsok.interchange import torch_files, torchrec
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "torchrec"

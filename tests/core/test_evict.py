@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType
 
 import jaxsok

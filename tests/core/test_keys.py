@@ -6,8 +6,7 @@ import numpy as np
 import programs
 import pytest
 import strategies
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
 

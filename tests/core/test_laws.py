@@ -7,8 +7,7 @@ import oracle
 import programs
 import pytest
 import strategies
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
 from jaxsok.combine import combine, combine_transpose

@@ -11,8 +11,7 @@ import ml_dtypes
 import numpy as np
 import programs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxsok
 from jaxsok import enlarge, plan, table_export

@@ -19,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
-from jaxsok import host_buffers
-from jaxsok import pack as pack_lib
+from jaxsok import host_buffers, pack as pack_lib
 from jaxsok.host_buffers import HostBuffers
 from jaxsok.kernels import pack as kernel
 

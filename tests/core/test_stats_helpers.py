@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
 from jaxsok.stats import move_to_one_device, pack_words

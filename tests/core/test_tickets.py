@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import jaxsok

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxsok
 from jaxsok import policies

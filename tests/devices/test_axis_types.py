@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import policies, serving
-from jaxsok import store as store_lib
+from jaxsok import policies, serving, store as store_lib
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 NUM_SAMPLES, DIM = 16, 4
@@ -218,11 +217,9 @@ def save_and_load(collection, state, folder):
 def run_layers(collection):
     """Runs a step of the NNX layer and of the Linen layer."""
     pytest.importorskip("flax")
-    from flax import linen as nn
-    from flax import nnx
+    from flax import linen as nn, nnx
 
-    from jaxsok.layers import linen as linen_layers
-    from jaxsok.layers import nnx as nnx_layers
+    from jaxsok.layers import linen as linen_layers, nnx as nnx_layers
 
     features = collection.batch(raw_batch(0)).features
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

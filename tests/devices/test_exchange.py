@@ -10,8 +10,7 @@ import oracle
 import programs
 import pytest
 import strategies
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxsok

@@ -13,8 +13,7 @@ import orbax.checkpoint as ocp
 import programs
 import pytest
 import strategies
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
 from jaxsok import checkpoint, policies

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxsok
 from jaxsok.shards import ONE_DEVICE, Shards

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxsok
 

@@ -25,10 +25,8 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok import combine as combine_module
-from jaxsok import policies, strategy, windows
-from jaxsok.kernels import library
-from jaxsok.kernels import table as table_door
+from jaxsok import combine as combine_module, policies, strategy, windows
+from jaxsok.kernels import library, table as table_door
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.plan import Plan
 from jaxsok.serving import frozen, fused, row_map

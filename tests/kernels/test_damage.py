@@ -20,13 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
-from jaxsok import admission, optim, policies
-from jaxsok import keys as keys_lib
-from jaxsok import table as table_lib
+from jaxsok import admission, keys as keys_lib, optim, policies, table as table_lib
 from jaxsok.kernels import evict as evict_door
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving import freeze, fused

@@ -24,8 +24,7 @@ import numpy as np
 import oracle
 import pytest
 import strategies
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxsok.kernels import combine, evict, library, lookup, plan, table, tier, update
 from jaxsok.store import StoreState

@@ -10,11 +10,9 @@ import layer_cases as cases
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import serialization
+from flax import linen as nn, serialization
 from flax.training import train_state
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxsok
 from jaxsok.layers import linen as layers

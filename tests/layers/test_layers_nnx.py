@@ -13,8 +13,7 @@ import optax
 import programs
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import AxisType
 
 import jaxsok

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 import programs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import jaxsok
 from jaxsok import optim

@@ -42,8 +42,7 @@ from serving_cases import (
     rows_of,
 )
 
-from jaxsok import Records, serving
-from jaxsok import __main__ as command_line
+from jaxsok import Records, __main__ as command_line, serving
 from jaxsok.kernels import library
 from jaxsok.serving.frozen import DTYPES, FrozenTable, SizedRecords, freeze, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup

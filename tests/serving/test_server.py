@@ -34,11 +34,9 @@ from serving_cases import PLATFORMS
 from waiting import wait_until
 
 import jaxsok
-from jaxsok import Bags, Records, checkpoint
-from jaxsok import __main__ as command_line
+from jaxsok import Bags, Records, __main__ as command_line, checkpoint
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import artifact, errors, fused
-from jaxsok.serving import session as session_lib
+from jaxsok.serving import artifact, errors, fused, session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.http import batching, calls, responses, running, server, watch, wire
 

@@ -5,8 +5,7 @@ import collections
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxsok
 from jaxsok.records import Records

@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from waiting import wait_until
 
 import jaxsok
 from jaxsok.records import Records
-from jaxsok.serving import cache as cache_module
-from jaxsok.serving import ready as ready_lib
+from jaxsok.serving import cache as cache_module, ready as ready_lib
 from jaxsok.serving.backing import HostRows, Layered, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes, device_cache, programs, stores
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError

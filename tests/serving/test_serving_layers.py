@@ -13,8 +13,7 @@ from serving_layer_cases import PADDING, draw_bags, draw_keys, make_tables
 
 import jaxsok
 from jaxsok import keys as keys_lib
-from jaxsok.layers import linen as training_linen
-from jaxsok.layers import nnx as training_nnx
+from jaxsok.layers import linen as training_linen, nnx as training_nnx
 from jaxsok.serving import frozen, group, linen, nnx
 from jaxsok.serving.errors import RequestError, UnknownTableError
 

@@ -38,8 +38,7 @@ from waiting import wait_until
 import jaxsok
 from jaxsok import checkpoint
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import cache as cache_lib
-from jaxsok.serving import folders as folders_lib
+from jaxsok.serving import cache as cache_lib, folders as folders_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model, load_model
 from jaxsok.serving.errors import (
     ConfigError,

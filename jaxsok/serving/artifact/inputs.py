@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import checks
-from jaxsok import keys as keys_lib
+from jaxsok import checks, keys as keys_lib
 from jaxsok.features import Bags, offsets_of
 from jaxsok.serving.errors import RequestError, refusals
 from jaxsok.serving.padding import PADDING_WORD, fill_up, padded_size

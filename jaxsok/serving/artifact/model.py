@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok.kernels import library
-from jaxsok.serving.artifact import files
-from jaxsok.serving.artifact import inputs as inputs_lib
+from jaxsok.serving.artifact import files, inputs as inputs_lib
 from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError, require_mapping

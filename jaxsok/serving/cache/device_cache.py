@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok import checks
-from jaxsok import keys as keys_lib
+from jaxsok import checks, keys as keys_lib
 from jaxsok.records import hottest_rows
 from jaxsok.serving.backing import RowSource, fetch_lines, join_lines, round_rows
 from jaxsok.serving.cache import programs

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.kernels import evict as evict_kernels
-from jaxsok.kernels import table as kernels
+from jaxsok.kernels import evict as evict_kernels, table as kernels
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTables
 from jaxsok.serving.padding import PADDING_WORD, padded_size

@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact
-from jaxsok.serving import cache as cache_lib
+from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.fused import LookupInput, lookup_with_counts

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact, errors, folders
-from jaxsok.serving import cache as cache_lib
-from jaxsok.serving.config import Config, ModelConfig, TableConfig
-from jaxsok.serving.config import read as read_config
+from jaxsok.serving import artifact, cache as cache_lib, errors, folders
+from jaxsok.serving.config import Config, ModelConfig, TableConfig, read as read_config
 from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes, rows_on_device
 from jaxsok.serving.model import versions
