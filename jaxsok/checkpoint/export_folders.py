@@ -166,9 +166,12 @@ def _export(
     keeps_keys: bool,
 ) -> Exported:
     """Writes, with a chain a delta on its last link, under another name; fails in all processes if in one."""
+    check_state(op, collection, state)
+    check_untraced(op, state)
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = kept if jax.process_count() == 1 else None
-    keys = KeysByRow.of(collection, state) if kept or keeps_keys else None
+    with processes.fail_together(op):
+        keys = KeysByRow.of(collection, state) if kept or keeps_keys else None
     final = pathlib.Path(path)
     rests_on = None
     if chain:
