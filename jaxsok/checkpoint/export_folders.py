@@ -117,7 +117,8 @@ def export_delta(
     Cost:
       The keys and statistics of all rows, and the rows that changed, go to the host. If a row went since the base, or
       the state was restored since, all files of the chain are read, and their keys looked for in the tables; with a
-      base that has kept its keys, in a single process, only the keys that left their rows are.
+      base that has kept its keys, of the same tables in the same order, in a single process, only the keys that left
+      their rows are.
 
     Example:
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`
@@ -191,7 +192,7 @@ def _export(
         with processes.fail_together(op):
             if is_first:
                 folder.mkdir(parents=True)
-        if kept and keys:
+        if kept and keys and kept.names == keys.names:
             gone = kept.find_gone(op, collection, state, keys)
         else:
             gone = {table.name: find_gone_keys(op, collection, state, chain, table.name) for table in collection.tables}

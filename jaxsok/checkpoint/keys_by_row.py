@@ -21,6 +21,8 @@ from jaxsok.types import PADDING_KEY
 class KeysByRow:
     """The key and the table of each row of a state, by store and shard, row by row; free rows have PADDING_KEY."""
 
+    names: tuple[tuple[str, ...], ...]
+    """The tables of each store: another collection may arrange them in another way."""
     keys: tuple[dict[int, np.ndarray], ...]
     tables: tuple[dict[int, np.ndarray], ...]
 
@@ -40,12 +42,14 @@ class KeysByRow:
             columns = {shard: tuple(map(np.concatenate, zip(*parts, strict=True))) for shard, parts in found.items()}
             keys.append({shard: of_shard[0] for shard, of_shard in columns.items()})
             tables.append({shard: of_shard[1] for shard, of_shard in columns.items()})
-        return cls(tuple(keys), tuple(tables))
+        names = tuple(tuple(table.name for table in spec.tables) for spec in collection.stores)
+        return cls(names, tuple(keys), tuple(tables))
 
     def find_gone(self, op: str, collection: Collection, state: State, now: "KeysByRow") -> dict[str, np.ndarray]:
         """Finds the keys that a state, whose keys are `now`, no longer has: uint64 by table, ascending.
 
-        A key that is gone is not in its row any more. Those that are elsewhere by now are looked for in the tables.
+        Pre: both have the same tables in each store. A key that is gone is not in its row any more. Those that are
+        elsewhere by now are looked for in the tables.
         """
         gone = {}
         for s, spec in enumerate(collection.stores):

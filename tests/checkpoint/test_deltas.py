@@ -783,6 +783,25 @@ def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices):
         assert left and left == [path.read_bytes() for path in sorted((tmp_path / "read").glob("*tombstones*"))]
 
 
+@pytest.mark.parametrize("num_devices", [None, 2, 4])
+def test_keys_that_another_collection_has_kept(tmp_path, num_devices):
+    """Tables in another order, in other stores and on other shards: keys are still those of their tables."""
+    specs = [jaxsok.TableSpec(name, 2, cases.ADAM, statistics=True, capacity=64) for name in ("user", "item")]
+    specs.append(jaxsok.TableSpec("small", 2, cases.ADAM, statistics=True, capacity=64, placement=jaxsok.REPLICATED))
+    first, second = collection_of(specs, 4), collection_of(specs[::-1], num_devices)
+    state = first.init(seed=1)
+    for number, spec in enumerate(specs):
+        keys = np.arange(10, dtype=np.uint64) + np.uint64(100 * number)
+        state, *_ = first.assign(state, spec.name, keys, np.ones((10, 2), np.float32))
+    base = checkpoint.export_full(tmp_path / "full", first, state, keeps_keys=True)
+    state = checkpoint.load(base.path, second)
+    state, _ = second.erase(state, "user", np.arange(5))
+    state, _ = second.erase(state, "small", np.array([203]))
+    delta = checkpoint.export_delta(tmp_path / "delta", second, state, base)
+    assert delta.num_tombstones == {"user": 5, "item": 0, "small": 1}
+    assert_same(content(second, checkpoint.load(delta.path, second)), content(second, state))
+
+
 def test_a_folder_that_was_written_again_is_no_base(tmp_path):
     """What an export returned describes the folder as it was."""
     collection = two()

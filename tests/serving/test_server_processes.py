@@ -9,12 +9,14 @@ import contextlib
 import itertools
 import os
 import pathlib
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import types
 
 import httpx
 import ml_dtypes
@@ -340,3 +342,34 @@ def test_a_frame_that_is_given_up_answers_no_other(tmp_path):
             assert session._free == []
 
     asyncio.run(ask())
+
+
+def test_a_front_end_follows_versions_over_one_connection(tmp_path, monkeypatch):
+    """It needs no descriptor for another version, since its clients may have taken all of them."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the process of a front end ends before that
+    path, versions, connections = str(tmp_path / "session"), queue.Queue(), []
+
+    def answer(connection):
+        with connection, connection.makefile("rb") as file:
+            while sizes := file.read(remote.SIZES.size):
+                (_, about), _ = remote.unpack(*(file.read(size) for size in remote.SIZES.unpack(sizes)))
+                version = 0 if about is None else versions.get()
+                connection.sendall(remote.pack({"model": types.SimpleNamespace(version=version)}, {}))
+
+    def accept(listener):
+        for _ in range(2):  # the first models come over a connection of their own
+            connections.append(listener.accept()[0])
+            threading.Thread(target=answer, args=(connections[-1],), daemon=True).start()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        ended = threading.Event()
+        session = remote.Remote(path, ended.set)
+        for version in range(1, 6):
+            versions.put(version)
+            wait_until(lambda version=version: session.models["model"].version == version)
+        connections[1].shutdown(socket.SHUT_RDWR)
+        versions.put(6)
+        assert ended.wait(60)

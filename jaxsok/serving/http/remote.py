@@ -74,6 +74,7 @@ class Remote:
         self._path, self._on_end = path, on_end
         self._free: list[_Connection] = []  # connections of the event loop without a frame under way
         self.models: Mapping[str, Any] = self._ask("models", None)[0]
+        self._following = self._connect()
         threading.Thread(target=self._follow, name="jaxsok-models", daemon=True).start()
 
     async def lookup(self, request: ParsedRequest, model: str) -> Answer:
@@ -112,23 +113,35 @@ class Remote:
     def report_ready(self, number: int) -> None:
         self._ask("ready", number)
 
-    def _ask(self, op: str, about: Any) -> tuple[Any, dict[str, Any]]:
-        """Asks, and waits for the answer in this thread."""
+    def _ask(self, op: str, about: Any, connection: socket.socket | None = None) -> tuple[Any, dict[str, Any]]:
+        """Asks, and waits for the answer in this thread; without a connection over one of its own."""
         try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(self._path)
-                connection.sendall(pack((op, about), {}))
-                with connection.makefile("rb") as file:
-                    answer = [_receive(file, size) for size in SIZES.unpack(_receive(file, SIZES.size))]
+            if connection is None:
+                with self._connect() as connection:
+                    return self._ask(op, about, connection)
+            connection.sendall(pack((op, about), {}))
+            with connection.makefile("rb") as file:  # no more than the answer comes, so it reads nothing beyond
+                answer = [_receive(file, size) for size in SIZES.unpack(_receive(file, SIZES.size))]
         except OSError:
             raise ClosedError from None
         return _open(answer)
 
-    def _follow(self) -> None:
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            while True:
-                versions = {name: model.version for name, model in self.models.items()}
-                self.models = self._ask("models", versions)[0]  # answers when they are others
+            connection.connect(self._path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _follow(self) -> None:
+        """Keeps `models` as they are served; its connection is kept, since all descriptors may be taken by clients."""
+        try:
+            with self._following as connection:
+                while True:
+                    versions = {name: model.version for name, model in self.models.items()}
+                    self.models = self._ask("models", versions, connection)[0]  # answers when they are others
         finally:
             self._on_end()
 
