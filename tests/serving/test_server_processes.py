@@ -354,6 +354,8 @@ def test_a_front_end_follows_versions_over_one_connection(tmp_path, monkeypatch)
             while sizes := file.read(remote.SIZES.size):
                 (_, about), _ = remote.unpack(*(file.read(size) for size in remote.SIZES.unpack(sizes)))
                 version = 0 if about is None else versions.get()
+                if version is None:  # the end of the process of the session
+                    return
                 connection.sendall(remote.pack({"model": types.SimpleNamespace(version=version)}, {}))
 
     def accept(listener):
@@ -370,6 +372,5 @@ def test_a_front_end_follows_versions_over_one_connection(tmp_path, monkeypatch)
         for version in range(1, 6):
             versions.put(version)
             wait_until(lambda version=version: session.models["model"].version == version)
-        connections[1].shutdown(socket.SHUT_RDWR)
-        versions.put(6)
+        versions.put(None)
         assert ended.wait(60)
