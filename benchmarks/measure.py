@@ -7,7 +7,7 @@ Fed by `run.py`; feeds a Recorder. Not here: the measured programs (`bench_*.py`
 import argparse
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
@@ -303,26 +303,24 @@ def measure_dynamicemb(options: argparse.Namespace) -> dict:
 
 def measure_fbgemm_cache(options: argparse.Namespace) -> dict:
     """Runs the process of FBGEMM's cache for the part "cache" if it can run; see `measure_fbgemm`."""
-    found = {"records": [], "failures": [], "why": "not asked for"}
-    if "cache" not in options.parts:
-        return found
-    found["why"] = peers.why_no_fbgemm() if options.is_gpu else "no GPU to run it on"
-    if found["why"]:
-        return found
-    arguments = ["--scale", str(options.scale), "--seed", str(options.seed)]
-    return found | _cache_records("fbgemm", peers.run_fbgemm_cache(arguments, options.fbgemm_timeout))
+    return _measure_cache("fbgemm", peers.why_no_fbgemm, peers.run_fbgemm_cache, options)
 
 
 def measure_nve(options: argparse.Namespace) -> dict:
     """Runs NVE's process for the part "cache" if it can run; see `measure_fbgemm`."""
+    return _measure_cache("nve", peers.why_no_nve, peers.run_nve, options)
+
+
+def _measure_cache(subject: str, why_not: Callable, run_peer: Callable, options: argparse.Namespace) -> dict:
+    """Runs a peer's process for the part "cache" if it can run; see `measure_fbgemm`."""
     found = {"records": [], "failures": [], "why": "not asked for"}
     if "cache" not in options.parts:
         return found
-    found["why"] = peers.why_no_nve() if options.is_gpu else "no GPU to run it on"
+    found["why"] = why_not() if options.is_gpu else "no GPU to run it on"
     if found["why"]:
         return found
     arguments = ["--scale", str(options.scale), "--seed", str(options.seed)]
-    return found | _cache_records("nve", peers.run_nve(arguments, options.fbgemm_timeout))
+    return found | _cache_records(subject, run_peer(arguments, options.fbgemm_timeout))
 
 
 def _cache_records(subject: str, written: dict) -> dict:

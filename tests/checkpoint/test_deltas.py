@@ -803,7 +803,7 @@ def test_keys_that_another_collection_has_kept(tmp_path, num_devices):
 
 
 def test_a_folder_that_was_written_again_is_no_base(tmp_path):
-    """What an export returned describes the folder as it was."""
+    """A delta compares with the folder that its base described, and refuses another one of that name."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)

@@ -442,7 +442,7 @@ def test_nve_that_is_asked_for_and_missing_is_a_failure(monkeypatch, tmp_path):
 
 
 def test_the_target_takes_the_fastest_of_nve():
-    """Of the larger number of keys; of two runs the later."""
+    """The larger number of keys counts, and the later of two runs."""
 
     def record(subject, what, ms, num_keys=65_536, by=""):
         notes = {"part": "cache", "to_host": False, "wanted": 0.5, "link_ms": 0.3}
