@@ -364,3 +364,23 @@ def test_memory_that_the_system_does_not_give():
         MemoryError, match=r"got \d+ bytes \(\d+ rows of 1048576\) for .*the system maps no memory of.*"
     ):
         host_slabs._allocate_pinned(device, (2**40, 2**20))
+
+
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="on a CPU no program writes to pinned memory")
+def test_results_in_pinned_memory_are_not_copied():
+    """They are read where they lie, and stay there while the NumPy array is in use."""
+    double = jax.jit(lambda array: jax.device_put(array * 2, jax.memory.Space.Host))
+    result = double(np.arange(1000, dtype=np.float32))
+    address = result.unsafe_buffer_pointer()
+    view = host_slabs.view_on_host(result)
+    del result
+    gc.collect()
+    others = [double(np.full(1000, n, np.float32)) for n in range(8)]
+    assert view.ctypes.data == address and not view.flags.writeable
+    np.testing.assert_array_equal(view, np.arange(1000, dtype=np.float32) * 2)
+    assert len(others) == 8
+
+
+def test_results_on_a_cpu_are_read_as_ever():
+    result = jax.jit(lambda array: array * 2)(np.arange(10, dtype=np.float32))
+    np.testing.assert_array_equal(host_slabs.view_on_host(result), np.arange(10, dtype=np.float32) * 2)

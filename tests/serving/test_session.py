@@ -169,20 +169,6 @@ def test_small_results_are_one_array(folders, monkeypatch, per_sample, num_array
     }
 
 
-def test_rows_that_were_not_asked_for_stay_on_the_device(folders, monkeypatch):
-    """The program of all tables may answer for some; where its results are not joined, only theirs are copied."""
-    given, split = [], readers._split_results
-    monkeypatch.setattr(readers, "MOST_SETS", 1)
-    config = config_of(model_of(folders, defaults=DEFAULTS, per_sample=400_000, max_batch_size=1))
-    with open(config, warm_up=True) as session:
-        monkeypatch.setattr(readers, "_split_results", lambda *of_call: given.append(of_call[0]) or split(*of_call))
-        check(session.lookup({"ad": np.arange(10)}), {"ad": np.arange(10)})
-        tables = list(session.models["dlrm"].tables)
-    (arrays,) = given
-    assert len(tables) == len(arrays) - 1
-    assert [name for name, array in zip(tables, arrays, strict=False) if array is not None] == ["ad"]
-
-
 def test_sets_of_tables_are_bounded(folders, monkeypatch):
     monkeypatch.setattr(readers, "MOST_SETS", 2)
     with open(config_of(model_of(folders, defaults=DEFAULTS)), warm_up=False) as session:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
+from jaxsok.host_slabs import view_on_host
 from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import FrozenTables
@@ -31,7 +32,8 @@ LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, 
 # Sets of tables with programs of their own. Another request looks up all tables of its model, or, where that makes too
 # many rows, each of its own by itself.
 MOST_SETS = 16
-MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
+# Rows that a program may bring to the host beyond those of the request, in bytes: about as long as one program more.
+MOST_EXTRA_BYTES = 8 << 20
 # A program makes one array of its results up to so many bytes of rows, so that one copy brings them to the host: a
 # copy for each table would take longer than the lookup. For larger ones the copy on the device takes memory.
 MOST_JOINED_BYTES = 4 << 20
@@ -107,6 +109,8 @@ class DeviceRows(_Programs):
         self.sizes = _Sizes(config, self._names)
         self.ready: Ready[Program] = Ready(self._compile)
         self._dims = {table.name: table.dim for table in config.tables}
+        (device,) = jax.tree.leaves(self._tables(versions.current))[0].devices()
+        self._is_pinned = device.platform != "cpu"
         self._sets_lock = threading.Lock()
         # Sets of tables with programs of their own, MOST_SETS at most: read and changed under `_sets_lock`.
         self._sets = {self._names}
@@ -131,22 +135,17 @@ class DeviceRows(_Programs):
             with self._versions.reading() as version:
                 if self.place_of(version) == place:
                     pairs = zip(words, programs, strict=True)
-                    calls = [look_up_words(self._tables(version), mine, program) for mine, program in pairs]
+                    tables = self._tables(version)
+                    calls = [look_up_words(tables, mine, program, self._is_pinned) for mine, program in pairs]
                     break
-        # The results of a program are the caller's: an update need not wait until they are copied.
-        for arrays, program in zip(calls, programs, strict=True):
-            if len(arrays) > 1:  # not joined: other tables' rows stay where they are
-                arrays[:-1] = [rows if name in keys else None for rows, (name, _) in zip(arrays, program, strict=False)]
-            for array in arrays:
-                if array is not None:
-                    array.copy_to_host_async()
+        # The results of a program are the caller's: an update need not wait until they are read.
 
         def finish() -> Found:
             values, total = {}, np.zeros((len(self._names), len(_HITS_AND_MISSING)), np.int64)
             for arrays, program in zip(calls, programs, strict=True):
                 rows, counts = _split_results(arrays, [size * self._dims[name] for name, size in program])
                 for (name, _), mine in zip(program, rows, strict=True):
-                    if name in keys and mine is not None:
+                    if name in keys:
                         array, dim = keys[name], self._dims[name]
                         values[name] = mine[: array.size * dim].reshape(*array.shape, dim)
                 total += counts[:, _HITS_AND_MISSING]
@@ -213,7 +212,7 @@ class DeviceRows(_Programs):
             count_found.lower(form.tree, leaves, served.known_lookups).compile()
         else:
             words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
-            look_up_words.lower(form.tree, words, program).compile()
+            look_up_words.lower(form.tree, words, program, self._is_pinned).compile()
 
     def start(self, *, warm_up: bool) -> None:
         """Compiles the first programs, and runs each of them once; called before the first request."""
@@ -402,11 +401,15 @@ class SplitRows(Replicas):
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         owners = {name: owners_of(array.reshape(-1), len(self._readers)) for name, array in keys.items()}
-        asked = [
-            {name: array.reshape(-1)[owners[name] == number] for name, array in keys.items()}
+        places = [
+            {name: np.flatnonzero(mine == number) for name, mine in owners.items()}
             for number in range(len(self._readers))
         ]
-        asked = {n: mine for n, mine in enumerate(asked) if n == 0 or any(array.size for array in mine.values())}
+        asked = {
+            number: {name: keys[name].reshape(-1)[at] for name, at in mine.items()}
+            for number, mine in enumerate(places)
+            if number == 0 or any(at.size for at in mine.values())
+        }
         while True:
             begun = [self._readers[number].dispatch(mine) for number, mine in asked.items()]
             if len({version for version, _ in begun}) == 1:  # else an update came between two devices
@@ -416,7 +419,7 @@ class SplitRows(Replicas):
         for name, array in keys.items():
             rows = np.empty((array.size, found[0][0][name].shape[1]), np.float32)
             for number, (mine, _, _) in found.items():
-                rows[owners[name] == number] = mine[name]
+                rows[places[number][name]] = mine[name]
             values[name] = rows.reshape(*array.shape, rows.shape[1])
         counts = {name: np.sum([of_part[name] for _, _, of_part in found.values()], axis=0) for name in keys}
         return values, begun[0][0], {name: tuple(mine.tolist()) for name, mine in counts.items()}
@@ -461,29 +464,29 @@ def _join_words(keys: Mapping[str, np.ndarray], program: Lookup) -> jaxtyping.UI
     return keys_lib.to_words(joined)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def look_up_words(tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: Lookup) -> list[Array]:
-    """Looks up the joined keys of some tables; returns the rows of each and counts, or the bits of all as one array."""
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def look_up_words(
+    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: Lookup, is_pinned: bool
+) -> list[Array]:
+    """Looks up the joined keys of some tables; returns the rows of each and counts, or the bits of all as one array.
+
+    If `is_pinned`, the program writes them to pinned host memory, at the rate of the link, for `view_on_host`.
+    """
     inputs, start = {}, 0
     for name, size in sizes:
         inputs[name] = LookupInput(name, words[start : start + size])
         start += size
     rows, counts = lookup_with_counts(tables, inputs)
     arrays = [*(rows[name] for name, _ in sizes), counts]
-    if sum(array.size * array.itemsize for array in rows.values()) > MOST_JOINED_BYTES:
-        return arrays
-    return [jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1) for array in arrays])]
+    if sum(array.size * array.itemsize for array in rows.values()) <= MOST_JOINED_BYTES:
+        arrays = [jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1) for array in arrays])]
+    return jax.device_put(arrays, jax.memory.Space.Host) if is_pinned else arrays
 
 
-def _split_results(arrays: Sequence[Array | None], sizes: Sequence[int]) -> tuple[list[np.ndarray | None], np.ndarray]:
-    """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts.
-
-    Rows that are None stay so.
-    """
-    *rows, counts = (None if array is None else np.asarray(array).reshape(-1) for array in arrays)
-    assert counts is not None
+def _split_results(arrays: Sequence[Array], sizes: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts."""
+    *rows, counts = (view_on_host(array).reshape(-1) for array in arrays)
     if not rows:
         ends = list(itertools.accumulate(sizes))
         *rows, counts = (counts[begin:end] for begin, end in itertools.pairwise([0, *ends, counts.size]))
-    by_table = counts.view(np.int32).reshape(-1, len(COUNTS))
-    return [None if mine is None else mine.view(np.float32) for mine in rows], by_table
+    return [mine.view(np.float32) for mine in rows], counts.view(np.int32).reshape(-1, len(COUNTS))
