@@ -2,7 +2,7 @@
 
 Question: how many times as many keys a second does a session look up on 2, 4 and 8 devices as on one?
 Workload: 8 tables of 500,000 rows of 128 floats, all rows on the devices; threads, 4 for each device, that look up
-          2,048 samples with a key of each table, and wait for the rows in host memory.
+          2,048 or 16,384 samples with a key of each table, and wait for the rows in host memory.
 Limit:    as many times as many as one device as there are devices; the target is 3.5 times on 4.
 Command:  `python -m jaxsok bench --only devices`
 Last result: docs/results/serving.md (two H200s, commit 5c56534).
@@ -28,10 +28,10 @@ from .records import Record, Recorder
 from .timing import summary
 
 NUM_TABLES, NUM_ROWS, DIM = 8, 500_000, 128
-NUM_SAMPLES = 2048
+NUM_SAMPLES = (2048, 16_384)
 THREADS = 4
 """Threads for each device."""
-SECONDS, QUICK_SECONDS = 4.0, 0.3
+SECONDS, QUICK_SECONDS = 2.0, 0.3
 DEVICES = (1, 2, 4, 8)
 WAYS = {"replicas": False, "split": True}
 NUM_REQUESTS = 16
@@ -41,24 +41,27 @@ NUM_REQUESTS = 16
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
     """Measures each number of devices that are there, as replicas and split."""
     numbers = [number for number in DEVICES if number <= jax.local_device_count()]
-    num_rows, num_samples = max(64, round(NUM_ROWS * scale)), max(16, round(NUM_SAMPLES * min(1.0, 4 * scale)))
+    num_rows = max(64, round(NUM_ROWS * scale))
+    sizes = [max(16, round(size * min(1.0, 4 * scale))) for size in NUM_SAMPLES]
     with tempfile.TemporaryDirectory() as folder:
         names = [f"table{number}" for number in range(NUM_TABLES)]
         rows = np.random.default_rng(seed).random((num_rows, DIM), np.float32)
         for number, name in enumerate(names):
             keys = workloads.mix(number, np.arange(num_rows)).view(np.uint64)[:, 0]
             write_hps(pathlib.Path(folder) / name, Records(keys, rows))
-        one_device: float | None = None
+        one_device: dict[int, float] = {}  # keys per second, by samples of a request
         for number in numbers:
             for way, is_split in WAYS.items():
                 label = f"session on {number} devices, {way}"
                 if (is_split and number == 1) or not recorder.has_time(label):
                     continue
                 with recorder.attempt(label):
-                    config = _config(folder, names, number, is_split, num_samples)
-                    keys_per_s, ms = _run(config, names, num_rows, num_samples, number, seed, is_quick)
-                    one_device = keys_per_s if number == 1 else one_device
-                    _add(recorder, number, way, keys_per_s, ms, num_samples, one_device)
+                    with serving.open(_config(folder, names, number, is_split, max(sizes))) as session:
+                        for num_samples in sizes:
+                            keys_per_s, ms = _run(session, names, num_rows, num_samples, number, seed, is_quick)
+                            if number == 1:
+                                one_device[num_samples] = keys_per_s
+                            _add(recorder, number, way, keys_per_s, ms, num_samples, one_device.get(num_samples))
 
 
 def _config(folder: str, names: list[str], num_devices: int, is_split: bool, num_samples: int) -> dict:
@@ -79,7 +82,13 @@ def _config(folder: str, names: list[str], num_devices: int, is_split: bool, num
 
 
 def _run(
-    config: dict, names: list[str], num_rows: int, num_samples: int, num_devices: int, seed: int, is_quick: bool
+    session: serving.Session,
+    names: list[str],
+    num_rows: int,
+    num_samples: int,
+    num_devices: int,
+    seed: int,
+    is_quick: bool,
 ) -> tuple[float, list[float]]:
     """Returns keys per second, and the milliseconds of each lookup."""
     rng, seconds = np.random.default_rng(seed), QUICK_SECONDS if is_quick else SECONDS
@@ -91,7 +100,7 @@ def _run(
         for _ in range(NUM_REQUESTS)
     ]
     num_threads = THREADS * num_devices
-    with serving.open(config) as session, concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
 
         def work(first: int, until: float) -> list[float]:
             ms = []
@@ -124,7 +133,7 @@ def _add(
             records.DEPLOYED,
             "jaxsok",
             summary(ms, 1),
-            variant=f"{num_devices} devices, {way}",
+            variant=f"{num_devices} devices, {way}, {num_samples} samples",
             num_keys=num_keys,
             notes={
                 "part": "devices",

@@ -693,7 +693,7 @@ def _http_note(record: Record) -> str:
     return f"{notes['cores']:.2f} cores{parts}"
 
 
-DEVICES_COLUMNS = ("devices", "as", "M keys/s", "÷ one device", "ms", "99th percentile")
+DEVICES_COLUMNS = ("devices", "as", "keys", "M keys/s", "÷ one device", "ms", "99th percentile")
 """Columns for a session on several devices."""
 
 
@@ -703,6 +703,7 @@ def devices_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
         (
             f"{record.notes['on']}",
             record.notes["way"],
+            f"{record.num_keys:,}",
             f"{record.notes['keys_per_s'] * 1e-6:.4g}",
             f"{record.notes['over_one']:.2f}" if record.notes["over_one"] else NOTHING,
             f"{record.timing.ms:.4g}",

@@ -29,6 +29,7 @@ from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker
+from jaxsok.host_slabs import view_on_host
 from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
 from jaxsok.settings import current_settings, in_settings
@@ -276,7 +277,7 @@ class Pipeline:
             if asked is None or load is None:
                 sizes.append(1)
                 continue
-            most_sent, most_received = np.asarray(load.addressable_data(0))[0].tolist()  # all parts are equal
+            most_sent, most_received = view_on_host(load.addressable_data(0))[0].tolist()  # all parts are equal
             if not self._collection.stores[s].sends_bags:  # uses repeat keys; `batch` has counted them
                 self._collection.growth.record_batch(s, most_received)
             is_first = is_first or self._next[s] is None

@@ -156,6 +156,7 @@ def test_programs_are_few(folders):
 def test_small_results_are_one_array(folders, monkeypatch, per_sample, num_arrays):
     """The rows of all tables and the counts come to the host in one copy, unless the rows are many."""
     made, look_up = [], readers.look_up_words
+    monkeypatch.setattr(readers, "MOST_JOINED_BYTES", 4 << 20)
     config = config_of(model_of(folders, defaults=DEFAULTS, per_sample=per_sample, max_batch_size=1))
     with open(config, warm_up=True) as session:
         monkeypatch.setattr(readers, "look_up_words", lambda *given: made.append(look_up(*given)) or made[-1])
