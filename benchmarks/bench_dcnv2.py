@@ -5,7 +5,7 @@ Workload: 26 tables of 128 floats, 204,184,588 rows in all, 214 keys a sample, b
           with their first key (Zipf 1.05), or uniform keys. All rows are in the tables before anything is timed.
 Limit:    none; the parts are compared with the whole.
 Command:  `python -m jaxsok bench --only dcnv2 [--devices 4] [--optimizers adagrad] [--seconds 120]`
-Last result: docs/results/dcnv2.md (4 x H100, commits 50edf7d and 29fd8f2, and one H200).
+Last result: docs/results/dcnv2.md (4 x H200, commit a9a487f, 4 x H100, and one H200).
 
 "train" is the whole: files, packing, copy, plan, step, for `--seconds` three times; the median counts. The parts:
 

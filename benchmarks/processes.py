@@ -7,7 +7,7 @@ Limit:    the wire, in `bench_exchange.py`, and the step with its plan ready.
 Command:  one process a GPU, started together, each with its own number:
           `python -m benchmarks.processes --num-processes 4 --process-id 0 --coordinator localhost:23454
           --out results.json` and so on; process 0 writes the file, which `benchmarks.report` reads
-Last result: docs/results/many_gpus.md, "Four H100s"; fed steps: docs/results/raw_batches.md.
+Last result: docs/results/many_gpus.md, "Four H200s"; fed steps: docs/results/raw_batches.md.
 
 Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
 number of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
