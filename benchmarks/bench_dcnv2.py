@@ -60,6 +60,8 @@ SECONDS = 120.0
 
 NUM_RUNS = 3
 
+TRACED_STEPS = 8
+
 _NUM_AHEAD = 8  # steps in flight at most
 _PARQUET_BATCHES = 24  # More than the source keeps decoded, so each pass decodes all of them.
 _NUM_PACKED = 2  # batches in rotation where no input takes part
@@ -78,6 +80,8 @@ class Options:
     """The folder of the files; None: a temporary folder."""
     train: Sequence[str] = ()
     """More options of the example's command line, which take precedence over `scale` and `is_quick`."""
+    trace: pathlib.Path | None = None
+    """A folder for a profile of `TRACED_STEPS` steps that are fed from files; None: there is none."""
     scale: float = 1.0
     """Share of the tables' rows, of the batch and of the files."""
     is_quick: bool = False
@@ -105,7 +109,7 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options)
                 is_uniform = distribution == "uniform"
                 run = dataclasses.replace(config, optimizer=optimizer, uniform=is_uniform, num_devices=number)
                 with recorder.attempt(label):
-                    _Bench(run, recorder, protocol, options.seconds).measure()
+                    _Bench(run, recorder, protocol, options.seconds, options.trace).measure()
                 gc.collect()
                 recorder.write()
 
@@ -113,12 +117,15 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options)
 class _Bench:
     """One configuration: its files, its tables with all rows, and the measurements on them."""
 
-    def __init__(self, config: Any, recorder: Recorder, protocol: Protocol, seconds: float):
+    def __init__(
+        self, config: Any, recorder: Recorder, protocol: Protocol, seconds: float, trace: pathlib.Path | None = None
+    ):
         import train_dcnv2
         import training
 
         self._example = train_dcnv2
-        self._config, self._recorder, self._protocol, self._seconds = config, recorder, protocol, seconds
+        self._config, self._recorder, self._protocol = config, recorder, protocol
+        self._seconds, self._trace = seconds, trace
         begin = time.perf_counter()
         self._source = train_dcnv2.open_log(config)
         recorder.say(f"{len(self._source):,} samples in files after {time.perf_counter() - begin:.1f} s")
@@ -248,6 +255,10 @@ class _Bench:
                 stats.check()
                 times.append(elapsed * 1e3 / num_steps)
                 cores.append((time.process_time() - used) / elapsed)
+            if self._trace is not None:
+                with jax.profiler.trace(str(self._trace)):
+                    carry, _ = self._steps(step, carry, pipeline, TRACED_STEPS)
+                    jax.block_until_ready(carry)
         num_threads = self._config.num_threads
         self._add(records.TRAIN, summary(times, num_steps), num_threads=num_threads, cores=float(np.median(cores)))
         return carry

@@ -115,6 +115,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="with http: of load in which the growth of memory is measured")
     parser.add_argument("--files", type=pathlib.Path, help="with dcnv2: folder where its files are kept; default: none")
     parser.add_argument("--train", default="", help="with dcnv2: more options of train_dcnv2.py, in quotes")
+    parser.add_argument(
+        "--trace", type=pathlib.Path, help="with dcnv2: folder for a profile of steps (benchmarks.timeline)"
+    )
     options = parser.parse_args(arguments)
     try:
         usual = QUICK_PARTS if options.quick else PARTS if options.workloads is None else OF_WORKLOADS
@@ -255,6 +258,7 @@ def measure_dcnv2(options: argparse.Namespace, protocol: Protocol, recorder: Rec
         seconds=options.seconds,
         folder=options.files,
         train=shlex.split(options.train),
+        trace=options.trace,
         scale=options.scale,
         is_quick=options.quick,
     )

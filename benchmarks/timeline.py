@@ -1,0 +1,190 @@
+"""A picture of a step on the devices, from a profile: which kernels run when, on each stream, and where nothing runs.
+
+Question: where does a step's time go, and what are the gaps?
+Command:  `python -m jaxsok bench --only dcnv2 --trace FOLDER` writes a profile of steps that are fed from files;
+          `python -m benchmarks.timeline FOLDER --steps 8 --out step.svg` draws one of them, and prints its gaps.
+Last result: none yet.
+
+A profile is an `xplane.pb` file of JAX's profiler. Its steps are taken to be equally long: the picture shows the middle
+one of all devices. A device has a row for each stream. The profiler slows kernels a little, and starts later ones late,
+so the times of `bench` are the ones to quote.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import pathlib
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+
+from . import plots
+
+GROUPS = {
+    "plan": (
+        "::Plan",
+        "::ListOwners",
+        "::Owners",
+        "::MoveOwners",
+        "::Place",
+        "::MoveInverse",
+        "::PushKernel",
+        "::Take",
+    ),
+    "waiting for other devices": ("::BarrierKernel", "::SumKernel("),
+    "sums over devices (NCCL)": ("nccl",),
+    "tables": ("jaxsok::",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
+    "copies": ("Memcpy", "Memset", "memcpy"),
+}
+"""What kernels do, by words in their names; the first group that fits counts."""
+
+OTHERS = "the rest of the model"
+COLOURS = dict(
+    zip(
+        (*GROUPS, OTHERS),
+        (plots.GREEN, "#CC79A7", plots.RED, plots.BLUE, plots.ORANGE, "#999999", "#F0E442"),
+        strict=True,
+    )
+)
+LEAST_GAP_MS = 0.01
+"""Shorter gaps are not listed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A kernel or a copy; times are milliseconds."""
+
+    begin: float
+    end: float
+    name: str
+
+    @property
+    def group(self) -> str:
+        """The group of `GROUPS` to which it belongs."""
+        return next((group for group, words in GROUPS.items() if any(word in self.name for word in words)), OTHERS)
+
+
+Streams = dict[str, list[Event]]
+"""The events of a device by the name of their stream, ordered by their begin."""
+
+
+def read(path: pathlib.Path) -> dict[str, Streams]:
+    """Reads the streams of each device from a profile, or from the only one in a folder."""
+    (file,) = [path] if path.is_file() else path.rglob("*.xplane.pb")
+    devices = {}
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        if plane.name.startswith("/device:"):
+            lines = [line for line in plane.lines if line.name.startswith("Stream")]  # others repeat them by op
+            devices[plane.name.removeprefix("/device:")] = {
+                line.name: sorted(
+                    (Event(e.start_ns * 1e-6, (e.start_ns + e.duration_ns) * 1e-6, e.name) for e in line.events),
+                    key=lambda event: event.begin,
+                )
+                for line in lines
+            }
+    if not any(devices.values()):
+        raise ValueError(f"timeline: path: got {file}, whose devices ran no kernel, wanted a profile of a GPU.")
+    return devices
+
+
+def middle_step(devices: dict[str, Streams], num_steps: int) -> tuple[float, float]:
+    """Returns the begin and the end of the middle one of so many equal steps."""
+    events = list(itertools.chain(*(stream for streams in devices.values() for stream in streams.values())))
+    begin, end = min(event.begin for event in events), max(event.end for event in events)
+    length = (end - begin) / num_steps
+    return begin + num_steps // 2 * length, begin + (num_steps // 2 + 1) * length
+
+
+def cut(streams: Streams, begin: float, end: float) -> Streams:
+    """Returns the events of a time, which begins at 0; those at its ends are shortened."""
+    return {
+        name: [
+            Event(max(event.begin, begin) - begin, min(event.end, end) - begin, event.name)
+            for event in events
+            if event.begin < end and event.end > begin
+        ]
+        for name, events in streams.items()
+    }
+
+
+def gaps_of(streams: Streams, length: float) -> list[Event]:
+    """Returns the times in which no stream of a device works; each is named by the events around it."""
+    gaps, at, before = [], 0.0, "the step's begin"
+    for event in sorted(itertools.chain(*streams.values()), key=lambda event: event.begin):
+        if event.begin > at:
+            gaps.append(Event(at, event.begin, f"{_short(before)} … {_short(event.name)}"))
+        if event.end > at:
+            at, before = event.end, event.name
+    return [*gaps, Event(at, length, f"{_short(before)} … the step's end")] if at < length else gaps
+
+
+def describe(device: str, streams: Streams, length: float) -> str:
+    """Formats how long each group of kernels runs, and the gaps."""
+    busy: Counter[str] = Counter()
+    for event in itertools.chain(*streams.values()):
+        busy[event.group] += event.end - event.begin
+    gaps = gaps_of(streams, length)
+    idle = sum(gap.end - gap.begin for gap in gaps)
+    lines = [f"{device}: a step of {length:.2f} ms; nothing runs for {idle:.2f} ms"]
+    lines += [f"  {group}: {ms:.2f} ms" for group, ms in busy.most_common()]
+    longest = sorted(gaps, key=lambda gap: gap.begin - gap.end)
+    for gap in longest:
+        if gap.end - gap.begin >= LEAST_GAP_MS:
+            lines.append(f"  gap at {gap.begin:.2f} ms, {gap.end - gap.begin:.3f} ms: {gap.name}")
+    return "\n".join(lines)
+
+
+def draw(devices: dict[str, Streams], length: float, path: pathlib.Path) -> None:
+    """Draws a row for each stream that works, as a PNG or SVG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    rows = [
+        (f"{device}\n{name.split('(')[0]}", events) for device, own in devices.items() for name, events in own.items()
+    ]
+    rows = [row for row in rows if row[1]]
+    with matplotlib.rc_context(plots.STYLE):
+        figure, axes = plt.subplots(figsize=(10, 1.2 + 0.55 * len(rows)))
+        for y, (_, events) in enumerate(rows):
+            for group, colour in COLOURS.items():
+                bars = [(event.begin, event.end - event.begin) for event in events if event.group == group]
+                axes.broken_barh(bars, (y - 0.4, 0.8), color=colour, linewidth=0)
+        used = {event.group for _, events in rows for event in events}
+        shown = [Patch(color=colour, label=group) for group, colour in COLOURS.items() if group in used]
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, length)
+        axes.set_xlabel("ms")
+        figure.legend(handles=shown, loc="outside upper center", ncols=4, fontsize=8)
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+
+
+def _short(name: str) -> str:
+    """Returns a kernel's name without its namespaces, templates and arguments."""
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "").split("<")[0].split("(")[0]
+    return plain.split("::")[-1].strip() or name
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draws the middle step of a profile, and prints where its time goes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__.split("\n")[0])
+    parser.add_argument("profile", type=pathlib.Path, help="an xplane.pb file, or a folder with one of them")
+    parser.add_argument("--steps", type=int, required=True, help="steps in the profile")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("step.svg"), help="PNG or SVG file")
+    options = parser.parse_args(arguments)
+    devices = read(options.profile)
+    begin, end = middle_step(devices, options.steps)
+    step = {device: cut(streams, begin, end) for device, streams in devices.items()}
+    for device, streams in step.items():
+        print(describe(device, streams, end - begin))
+    draw(step, end - begin, options.out)
+
+
+if __name__ == "__main__":
+    main()
