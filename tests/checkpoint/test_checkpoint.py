@@ -45,7 +45,8 @@ def eight():
 def saved(eight, tmp_path_factory):
     """Returns the folder of its tables, saved with a parameter by an asynchronous manager."""
     folder = tmp_path_factory.mktemp("saved")
-    with ocp.CheckpointManager(folder) as manager:
+    with pytest.MonkeyPatch.context() as patch, ocp.CheckpointManager(folder) as manager:
+        patch.setattr(save, "LEAST_BATCH_BYTES", 1)  # so that small tables have many batches
         items = ocp.args.Composite(
             tables=TablesSave(*eight, compression="lz4"), params=ocp.args.StandardSave({"w": np.arange(3.0)})
         )
@@ -158,6 +159,16 @@ def test_host_memory_is_bounded(eight, tmp_path, compression):
     assert report.peak_bytes <= 24_000 < report.num_bytes
     other = collection_of(tables_of(), 3)
     assert_same(content(other, restore(tmp_path / "saved", other)), content(collection, state))
+
+
+def test_a_piece_that_is_larger_than_the_queue_is_written_before_the_next_one_comes(tmp_path):
+    """The writer prepares a second piece only if there is one: it does not wait for what waits for it."""
+    collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64)])
+    batch = collection.batch({"item": np.arange(40, dtype=np.uint64)})
+    state = collection.lookup(collection.init(seed=0), batch.features)[1]
+    report = save_to(tmp_path / "saved", collection, state, host_bytes=1)
+    assert report.num_rows == {"item": 40} and report.peak_bytes < report.num_bytes / 30
+    assert_same(content(collection, restore(tmp_path / "saved", collection)), content(collection, state))
 
 
 def test_a_piece_keeps_no_more_memory_than_it_counts():
