@@ -67,14 +67,15 @@ def round_to(rows: np.ndarray, dtype: Any) -> np.ndarray:
 
 def regroup(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:
     """Regroups pieces of any size (Records, or others with `take`) to pieces of `num_rows`, the last with the rest."""
-    held = []
+    held, num_held = [], 0
     for piece in pieces:
         held.append(piece)
-        while sum(part.num_rows for part in held) >= num_rows:
+        num_held += piece.num_rows
+        while num_held >= num_rows:
             whole = held[0] if len(held) == 1 else join(held)
             yield whole.take(slice(0, num_rows))
-            held = [whole.take(slice(num_rows, None))]
-    if any(part.num_rows for part in held):
+            held, num_held = [whole.take(slice(num_rows, None))], num_held - num_rows
+    if num_held:
         yield join(held)
 
 

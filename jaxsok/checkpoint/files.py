@@ -264,10 +264,13 @@ class SavedFile:
                 yield self._read(file, offset, size, checksum)
 
     def batches(self, wanted: np.ndarray | None = None) -> Iterator[Any]:
-        """Reads the record batches that may have keys of wanted partitions, bool[4096] (None: all); checks them."""
+        """Reads the record batches that may have keys of wanted partitions, bool[4096]; checks them.
+
+        None reads all batches, and checks all bytes of the file: then it need not be verified as well.
+        """
         pa = arrow()
         chosen = [batch for batch in self.entry["batches"] if wanted is None or wanted[batch[4] : batch[5] + 1].any()]
-        if not chosen:
+        if wanted is not None and not chosen:
             return
         self.check_size()
         with self.path.open("rb") as file:
@@ -282,6 +285,8 @@ class SavedFile:
                 if batch.num_rows != num_rows or any(column.null_count for column in batch.columns):
                     raise self._damage_error(offset, f"got {batch.num_rows} rows", f"{num_rows}, none of them null")
                 yield batch
+            if wanted is None:
+                self._read(file, *self.entry["foot"])
 
     def _check_head(self, file: Any) -> None:
         pa = arrow()

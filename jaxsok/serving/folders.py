@@ -23,16 +23,18 @@ from jaxsok.interchange import files as files_lib, hps as hps_lib
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable, table_that_reads
+from jaxsok.serving.padding import NO_KEYS
 
 Path = str | os.PathLike[str]
 KeyBits = Literal[32, 64]
 Tables = Mapping[str, FrozenTable]
+HELD_BYTES = 2 * 2**30  # deltas up to this many bytes are held in memory while they are applied; larger are read twice
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not committed
 
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """Rows of one table in checked files, which `chunks` and `tombstones` read again; changed files are refused."""
+    """Rows of one table in checked files. What is not held in memory is read again; changed files are refused."""
 
     table: str
     path: pathlib.Path  # the folder with the files; for a chain, the last link's
@@ -41,14 +43,15 @@ class TableSource:
     num_rows: int  # given by `chunks`; of a chain, without rows that a later link replaces or removes
     chunks: Callable[[], Iterator[Records]] = dataclasses.field(repr=False)
     """Gives the rows in chunks: distinct keys (uint64), rows, and statistics where they were kept."""
+    keys: Callable[[], Iterator[np.ndarray]] = dataclasses.field(repr=False)
+    """Gives the keys (uint64) of the rows alone, in the same order."""
     uuid: str | None = None  # names the base of the next delta; None: an HPS directory, which no delta follows
     base: str | None = None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None = None
     """The row of an absent key in training: a number in every column, or its initial row; a text describes rows that
     served tables cannot compute; None: the files do not say."""
     tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(default=lambda: iter(()), repr=False)
-    """Gives keys (uint64) in chunks that are gone since the base; of several deltas, some may be among the rows again,
-    or come twice. A delta removes them before its rows come in."""
+    """Gives distinct keys (uint64) in chunks that are gone since the base. None of them is among the rows."""
 
     def __iter__(self) -> Iterator[Records]:
         return self.chunks()
@@ -78,8 +81,9 @@ def open_table(
       CorruptFileError: files of an export are damaged.
 
     Cost:
-      Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again. Memory: a chunk (64 MiB),
-      8 bytes a key twice (512 MiB at most), and 12 bytes for each key of a chain's deltas as long as the result lives.
+      Reads all files of the table once (of HPS: all keys), and cut keys again. Memory: a chunk (64 MiB), 8 bytes a key
+      twice (512 MiB at most), and as long as the result lives 17 bytes for each key of deltas, or, if the deltas have
+      HELD_BYTES at most, all of their files, which are not read again.
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _find(op, path, table)
@@ -94,19 +98,18 @@ def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: 
     for link in links:
         _check(link, table, dim)
     chain, first, last = _Chain(links, table, key_bits), links[0].manifest, links[-1].manifest
-    is_delta = first["kind"] == "delta"
-    gone = [file for link in links for file in link.files(table, manifest_lib.TOMBSTONES)] if is_delta else []
     return TableSource(
         table,
         folder,
         dim,
         chain.dtype,
-        chain.num_rows(),
+        chain.num_rows,
         chain.records,
+        chain.keys,
         uuid=last["uuid"],
-        base=first["base"] if is_delta else None,
+        base=first["base"] if first["kind"] == "delta" else None,
         unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
-        tombstones=lambda: (_cut(keys, key_bits) for keys in key_batches(gone)),
+        tombstones=chain.gone,
     )
 
 
@@ -229,10 +232,6 @@ def _check(link: Source, table: str, dim: int) -> None:
     if got != dim:
         raise ServingError(f'{link.op}: table "{table}": dim: got {got} in "{link.folder}", wanted {dim}.')
     link.check([table])
-    # Not the keys that wait for a row, nor Bloom filters: nothing of them is served.
-    for kind in (manifest_lib.ROWS, manifest_lib.TOMBSTONES):
-        for file in link.files(table, kind):
-            file.verify()
 
 
 def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
@@ -262,7 +261,9 @@ def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: Key
     def records() -> Iterator[Records]:
         return (dataclasses.replace(chunk, keys=_cut(chunk.keys, key_bits)) for chunk in chunks)
 
-    return TableSource(table, folder, dim, "float32", chunks.num_rows, records)
+    return TableSource(
+        table, folder, dim, "float32", chunks.num_rows, records, lambda: (chunk.keys.copy() for chunk in records())
+    )
 
 
 def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
@@ -270,59 +271,99 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 
 
 class _Chain:
-    """A table in the links of a chain, or in deltas that follow each other."""
+    """A table in the links of a chain, or in deltas that follow each other: the last link that names a key decides.
+
+    It reads all files once, against their checksums: all rows and tombstones, but neither keys that wait for a row nor
+    Bloom filters, since nothing of them is served.
+    """
 
     def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
         self._links, self._table = links, table
         self._key_bits: KeyBits = key_bits
         dtypes = {link.form(table).dtype for link in links}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds all of them exactly
-        # The last link (its number, uint32) that names each key (uint64, ascending) of these deltas, by a row or by a
-        # tombstone.
-        self._keys, self._last_links = np.zeros(0, np.uint64), np.zeros(0, np.uint32)
-        for number, link in enumerate(links[1:], 1):
-            kinds = (manifest_lib.ROWS, manifest_lib.TOMBSTONES)
-            named = [batch.copy() for kind in kinds for batch in key_batches(link.files(table, kind))]
-            if not named:
-                continue
-            mine = np.concatenate(named)
-            # The first of equal keys stays: the later link's.
-            self._keys, first = np.unique(np.concatenate([mine, self._keys]), return_index=True)
-            self._last_links = np.concatenate([np.full(mine.size, number, np.uint32), self._last_links])[first]
-
-    def num_rows(self) -> int:
-        """Counts the rows; refuses keys that are equal when they are cut."""
-        num_rows = self._links[0].manifest["tables"][self._table]["num_rows"]
-        if len(self._links) > 1:
-            num_rows = sum(keys.size for keys in self._live_keys())
-        if self._key_bits == 32:
+        self._num_full = int(links[0].manifest["kind"] != "delta")  # of the links, at most the first
+        deltas = links[self._num_full :]
+        tables = [of_table for link in deltas for of_table in link.manifest["tables"].values()]
+        num_bytes = sum(file["size"] for of_table in tables for file in of_table[manifest_lib.ROWS])
+        self._rows: list[list[Records]] | None = [] if num_bytes <= HELD_BYTES else None
+        keys, gone = list[np.ndarray](), list[np.ndarray]()  # of the rows and of the tombstones of each delta
+        for link in deltas:
+            # A delta may have many small batches: their keys alone do not keep the bytes of their rows.
+            records = (dataclasses.replace(some, state={}) for some in link.records(table))
+            if self._rows is not None:
+                self._rows.append(records := list(records))
+            keys.append(np.concatenate([NO_KEYS, *(some.keys.copy() for some in records)]))
+            gone.append(np.concatenate([NO_KEYS, *key_batches(link.files(table, manifest_lib.TOMBSTONES))]))
+        self._keys, (self._named, self._are_live, are_gone) = keys, _find_last(keys, gone)
+        self._gone = np.concatenate([NO_KEYS, *(some[mask] for some, mask in zip(gone, are_gone, strict=True))])
+        num_rows = [keys.size for keys in self._full_keys()] if self._num_full else []
+        self.num_rows = sum(num_rows) + sum(int(np.count_nonzero(are_live)) for are_live in self._are_live)
+        if key_bits == 32:
             files_lib.check_keys(
-                f"{self._links[0].op}: keys cut to 32 bits",
-                num_rows,
-                lambda: (_cut(keys, 32) for keys in self._live_keys()),
-                lambda number: f'"{self._links[-1].folder}": table "{self._table}": row {number}',
+                f"{links[0].op}: keys cut to 32 bits",
+                self.num_rows,
+                self.keys,
+                lambda number: f'"{links[-1].folder}": table "{table}": row {number}',
             )
-        return num_rows
 
     def records(self) -> Iterator[Records]:
         dtype = files_lib.ROW_DTYPES[self.dtype]
         for number, link in enumerate(self._links):
-            for records in link.records(self._table):
-                is_live = self._is_live(records.keys, number)
+            of_delta, start = number - self._num_full, 0
+            for records in self._rows[of_delta] if self._rows and of_delta >= 0 else link.records(self._table):
+                some = slice(start, start := start + records.num_rows)
+                is_live = self._are_live[of_delta][some] if of_delta >= 0 else self._stays(records.keys)
                 if not is_live.all():
                     records = records.take(is_live)
                 if records.num_rows:
                     keys, rows = _cut(records.keys, self._key_bits), records.rows.astype(dtype, copy=False)
                     yield dataclasses.replace(records, keys=keys, rows=rows, state={})
 
-    def _live_keys(self) -> Iterator[np.ndarray]:
-        for number, link in enumerate(self._links):
-            for keys in key_batches(link.files(self._table)):
-                yield keys[self._is_live(keys, number)]
+    def keys(self) -> Iterator[np.ndarray]:
+        of_deltas = (keys[are_live] for keys, are_live in zip(self._keys, self._are_live, strict=True))
+        full = self._full_keys() if self._num_full else iter(())
+        return (_cut(keys, self._key_bits) for keys in itertools.chain(full, of_deltas))
 
-    def _is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
-        """Finds the rows of a link that no later link replaces: bool[num_keys]."""
-        if self._keys.size == 0 or link == len(self._links) - 1:
+    def gone(self) -> Iterator[np.ndarray]:
+        gone = _cut(self._gone, self._key_bits)
+        if self._key_bits == 32:  # of two keys that are equal now, one may be gone and the other a row
+            gone = np.setdiff1d(gone, np.concatenate([NO_KEYS, *self.keys()]))
+        yield gone
+
+    def _full_keys(self) -> Iterator[np.ndarray]:
+        return (keys[self._stays(keys)] for keys in key_batches(self._links[0].files(self._table)))
+
+    def _stays(self, keys: np.ndarray) -> np.ndarray:
+        """Finds the rows of a full export that no delta replaces or removes: bool[num_keys]."""
+        if not self._named.size:
             return np.ones(keys.shape, bool)
-        places = np.minimum(np.searchsorted(self._keys, keys), self._keys.size - 1)
-        return (self._keys[places] != keys) | (self._last_links[places] == link)
+        places = np.minimum(np.searchsorted(self._named, keys), self._named.size - 1)
+        return self._named[places] != keys
+
+
+def _find_last(
+    keys: Sequence[np.ndarray], gone: Sequence[np.ndarray]
+) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """Finds the last delta that names each key, by one sort.
+
+    Takes, by delta, the keys of its rows and those that it removes. Returns all keys, ascending, and masks of both, by
+    delta: which of them no later delta names.
+
+    Example:
+      >>> first, second = np.array([7, 9], np.uint64), np.array([9], np.uint64)
+      >>> named, are_live, are_gone = _find_last([first, second], [NO_KEYS, first[:1]])
+      >>> named.tolist(), [mask.tolist() for mask in are_live], [mask.tolist() for mask in are_gone]
+      ([7, 9], [[False, False], [True]], [[], [True]])
+    """
+    parts = [part for of_delta in zip(keys, gone, strict=True) for part in of_delta]
+    together = np.concatenate([NO_KEYS, *reversed(parts)])  # the last delta first
+    order = np.argsort(together)  # equal keys in any order, which takes a quarter of the time
+    ordered = together[order]
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])
+    is_last = np.zeros(len(together), bool)
+    if len(starts):
+        is_last[np.minimum.reduceat(order, starts)] = True
+    ends = np.cumsum([len(part) for part in reversed(parts)])
+    masks = np.split(is_last, ends)[: len(parts)][::-1]
+    return ordered[starts], masks[::2], masks[1::2]

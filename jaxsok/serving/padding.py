@@ -25,9 +25,9 @@ def slices(size: int, most: int) -> Iterator[slice]:
 
 
 def fill_up(array: Any, size: int, value: Any = 0) -> Any:
-    """Appends rows of one value to a jax.Array, or to a copy of a NumPy array."""
+    """Appends rows of one value to a copy of an array; gives back one that has the size."""
     numbers = jnp if isinstance(array, jax.Array) else np
-    if numbers is jnp and array.shape[0] == size:
+    if array.shape[0] == size:
         return array
     return numbers.concatenate([array, numbers.full((size - array.shape[0], *array.shape[1:]), value, array.dtype)])
 

@@ -133,8 +133,9 @@ class RowMap:
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
         """Copies index and counters to a device, as a lookup reads them."""
-        arrays = np.array(self._arrays.index), np.array(self._arrays.counters)
-        return tuple(jax.device_put(array, device, may_alias=False) for array in arrays)
+        arrays = self._arrays.index, self._arrays.counters  # of NumPy views JAX would give back the arrays themselves
+        copies = jax.device_put(arrays, device, may_alias=False)
+        return jax.block_until_ready(copies)  # before a change of the map donates what is copied
 
     def copy(self) -> "RowMap":
         other = copy.copy(self)

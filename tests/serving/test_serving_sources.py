@@ -26,7 +26,7 @@ from jaxsok import checkpoint
 from jaxsok.checkpoint import CorruptFileError
 from jaxsok.interchange import files as files_lib
 from jaxsok.records import Records
-from jaxsok.serving import frozen
+from jaxsok.serving import folders as folders_lib, frozen
 from jaxsok.serving.config.values import MODEL_KEYS
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.folders import is_delta, open_table
@@ -312,6 +312,24 @@ def test_a_file_that_changes_after_it_was_opened(export, tmp_path):
         list(source.chunks())
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_deltas_are_read_once_where_they_are_held(export, tmp_path, monkeypatch, is_held):
+    folder, held = export
+    shutil.copytree(folder, tmp_path / "chain")
+    monkeypatch.setattr(folders_lib, "HELD_BYTES", 2**20 if is_held else 0)
+    chain = open_table(tmp_path / "chain" / "second", table="user", dim=3)
+    delta = open_delta(tmp_path / "chain" / "second", table="user", dim=3)
+    assert table_of(chain) == held[2]
+    for name in ("first", "second"):
+        shutil.rmtree(tmp_path / "chain" / name)
+    if is_held:
+        assert table_of(chain) == held[2] and np.concatenate(list(chain.keys())).tolist() == list(table_of(chain))
+        assert table_of(delta).keys() == {0, 10}
+    else:
+        with pytest.raises(CorruptFileError, match="got no such file"):
+            list(delta.chunks())
+
+
 def test_keys_of_32_bits(export, tmp_path):
     """Keys of 32 bits are the low bits; keys that a chain removed are compared before the high bits are dropped."""
     folder, held = export
@@ -324,7 +342,7 @@ def test_keys_of_32_bits(export, tmp_path):
             source = open_table(folder / name, table="user", dim=3, key_bits=32)
             assert table_of(source) == {key % 2**32: row for key, row in held[number].items()}
     delta = open_delta(folder / "first", table="user", dim=3, key_bits=32)
-    assert sorted(np.concatenate(list(delta.tombstones())).tolist()) == [3, 10, 11]
+    assert sorted(np.concatenate(list(delta.tombstones())).tolist()) == [10, 11]  # TOP + 3 went, which now is 3: a row
     assert table_of(delta).keys() == {0, 1, 2, 3, 4, 40}
 
 

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import hps
-from jaxsok.serving import frozen
+from jaxsok.serving import folders, frozen
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
@@ -89,6 +89,25 @@ def test_deltas_and_full_exports(trained, tmp_path, in_place, tier):
         stats = session.stats()
         assert (stats["updates"], stats["in_place_updates"]) == (3, 3 if in_place is True or tier else 0)
         assert set(stats["source"].values()) == {str(tmp_path / "again")}
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("held_bytes", [0, folders.HELD_BYTES])
+def test_several_deltas_at_once(trained, tmp_path, monkeypatch, in_place, held_bytes):
+    """Rows that change again, go, and come back between deltas: of each key the last delta decides."""
+    monkeypatch.setattr(folders, "HELD_BYTES", held_bytes)
+    rng, last, number = np.random.default_rng(0), trained.path, 0
+    with serve(trained) as session:
+        for num_deltas in (4, 1, 6):
+            deltas = []
+            for _ in range(num_deltas):
+                number += 1
+                for name, dim in DIMS.items():
+                    trained.set(name, rows_of(rng.choice(30, 12, replace=False).tolist(), dim, version=number))
+                    trained.erase(name, rng.choice(30, 8, replace=False).tolist())
+                deltas.append(last := trained.delta(tmp_path / f"delta{number}", last))
+            session.update(deltas, in_place=in_place)
+            check(session, trained.content)
 
 
 def test_rows_that_the_device_reads_in_host_memory(trained, tmp_path):
@@ -355,6 +374,24 @@ def test_bad_sources(tmp_path, in_place, harm):
         assert session.stats()["version"] == 1
         content["user"] = rows_of(range(10), 4, version=2)
         session.update({"user": write(tmp_path / "last", content["user"])}, in_place=in_place)
+        check(session, content)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("keys", [range(1, 10), [*range(8), 30]])
+def test_a_directory_that_changes_while_it_is_read(tmp_path, monkeypatch, in_place, keys):
+    content = {"user": rows_of(range(20), 4)}
+    with open_with({"user": (write(tmp_path / "user", content["user"]), 4)}, jaxsok={"spare_rows": 4}) as session:
+        real = store_plans.Change.of
+
+        def change(*args):
+            made = real(*args)
+            write(tmp_path / "next", rows_of(keys, 4, version=2))
+            return made
+
+        monkeypatch.setattr(store_plans.Change, "of", change)
+        with pytest.raises(ServingError, match=r'"user": path: ".*next" changed while it was read; write a new folder'):
+            session.update({"user": write(tmp_path / "next", rows_of(range(9), 4, version=1))}, in_place=in_place)
         check(session, content)
 
 
@@ -766,7 +803,7 @@ class Updates(stateful.RuleBasedStateMachine):
         for name in ("user", "ad"):
             self.trained.set(name, rows_of(range(8), 2))
         self.trained.path = self.trained.full(self.path / "full")
-        self.base, self.is_based = self.trained.path, True
+        self.links, self.is_based = [self.trained.path], True  # what is served, and deltas that wait
         tables = {name: (self.trained.path, 2) for name in ("user", "ad")}
         model = model_of(tables, defaults=DEFAULTS, max_batch_size=16, jaxsok={"spare_rows": 6})
         self.session = open(config_of(model), warm_up=False)
@@ -803,17 +840,18 @@ class Updates(stateful.RuleBasedStateMachine):
         self.trained.erase(table, keys)
 
     @stateful.precondition(lambda self: self.is_based)
-    @stateful.rule(way=ways)
+    @stateful.rule(way=st.none() | ways)
     def delta(self, way):
-        path = self.trained.delta(self._name(), self.base)
-        if self._update(path, way, self.trained.frozen_content()):
-            self.base = path
+        """Exports a delta, and applies it with those that wait, or lets it wait (None)."""
+        self.links.append(self.trained.delta(self._name(), self.links[-1]))
+        if way is not None and self._update(self.links[1:], way, self.trained.frozen_content()):
+            del self.links[:-1]
 
     @stateful.rule(way=ways)
     def full(self, way):
         path = self.trained.full(self._name())
         if self._update(path, way, self.trained.frozen_content()):
-            self.base, self.is_based = path, True
+            self.links, self.is_based = [path], True
 
     @stateful.rule(table=tables, keys=st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True), way=ways)
     def directory(self, table, keys, way):

@@ -47,17 +47,9 @@ class Change:
 
     @classmethod
     def of(cls, table: FrozenTable, source: TableSource) -> "Change":
-        """Reads all rows of a table's update, so that damage and misfits are found here."""
-        keys = [NO_KEYS]
-        for records in source.chunks():
-            check_records("update", table, records)
-            keys.append(records.keys.copy())
-        gone = None
-        if source.base is not None:
-            gone = np.unique(np.concatenate([NO_KEYS, *(some.copy() for some in source.tombstones())]))
-            # The keys are distinct: to make sure of it would take longer than all else here.
-            gone = np.setdiff1d(gone, np.concatenate(keys), assume_unique=True) if len(gone) else gone
-        return cls(table, source, np.concatenate(keys), gone)
+        keys = np.concatenate([NO_KEYS, *(some.copy() for some in source.keys())])
+        gone = None if source.base is None else np.concatenate([NO_KEYS, *source.tombstones()])
+        return cls(table, source, keys, gone)
 
     @property
     def is_empty(self) -> bool:
@@ -75,11 +67,18 @@ class Change:
         """Yields its rows in pieces, as large as one write takes: files have many small batches."""
 
         def checked() -> Iterator[Records]:
+            start = 0
             for records in self.source.chunks():
                 check_records("update", self.table, records)
+                if not np.array_equal(records.keys, self.keys[start : (start := start + records.num_rows)]):
+                    raise ServingError(
+                        f'update: table "{self.table.name}": path: "{self.source.path}" changed while it was read; '
+                        "write a new folder for each update."
+                    )
                 yield records
 
-        yield from regroup(checked(), max(1, PIECE_BYTES // self.table.row_bytes), join_records)
+        # A power of two, which needs no padding.
+        yield from regroup(checked(), 1 << max(1, PIECE_BYTES // self.table.row_bytes).bit_length() - 1, join_records)
 
     def find_gone(self, row_map: RowMap, number: int) -> np.ndarray:
         """Finds the keys that it removes from a table."""
@@ -98,12 +97,12 @@ def owners_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]:
-    """Gives each part the rows whose keys it owns; reads all rows once to count them."""
+    """Gives each part the rows whose keys it owns; reads all keys once to count them."""
     parts: list[list[Frozen]] = [[] for _ in range(num_parts)]
     for table, source in given:
         counts = np.zeros(num_parts, np.int64)
-        for records in source.chunks():
-            counts += np.bincount(owners_of(records.keys, num_parts), minlength=num_parts)
+        for keys in source.keys():
+            counts += np.bincount(owners_of(keys, num_parts), minlength=num_parts)
         for number, mine in enumerate(parts):
             owned = _filter_owned(source, number, num_parts)
             mine.append((table, dataclasses.replace(owned, num_rows=int(counts[number]))))
@@ -114,7 +113,10 @@ def _filter_owned(source: TableSource, number: int, num_parts: int) -> TableSour
     def chunks() -> Iterator[Records]:
         return (records.take(owners_of(records.keys, num_parts) == number) for records in source.chunks())
 
-    return dataclasses.replace(source, chunks=chunks)
+    def keys() -> Iterator[np.ndarray]:
+        return (keys[owners_of(keys, num_parts) == number] for keys in source.keys())
+
+    return dataclasses.replace(source, chunks=chunks, keys=keys)
 
 
 class StorePlan:
@@ -128,23 +130,24 @@ class StorePlan:
     ) -> None:
         self.part, self.store, self.changes = part, store, changes
         self.old, old, tables = part.tables.stores[store], part.maps[store], part.tables.spec.stores[store]
-        self._numbers = numbers = {table.name: number for number, table in enumerate(tables)}
+        numbers = {table.name: number for number, table in enumerate(tables)}
         gone = {change.table.name: change.find_gone(old, numbers[change.table.name]) for change in changes}
         are_whole = len(changes) == len(tables) and all(change.gone is None for change in changes)
         self._is_fresh = are_whole and not keeps_places  # no row of the old store stays
         if self._is_fresh:
             self.num_needed = sum(len(change.keys) for change in changes)  # rows in use
             self.row_map = RowMap(len(tables), capacity(self.num_needed))  # of the next version
+            self._row_ids = [self.row_map.place(numbers[change.table.name], change.keys) for change in changes]
         else:
             self.row_map = old.copy()
             for name, keys in gone.items():
                 self.row_map.remove(numbers[name], keys)
-            found = [self.row_map.find(numbers[change.table.name], change.keys) for change in changes]
-            num_new = sum(int((row_ids == NO_ROW).sum()) for row_ids in found)
-            self.num_needed = int(self.row_map.table_rows.sum()) + num_new
+            self._row_ids = [self.row_map.find(numbers[change.table.name], change.keys) for change in changes]
+            are_new = [row_ids == NO_ROW for row_ids in self._row_ids]
+            self.num_needed = int(self.row_map.table_rows.sum()) + sum(map(np.count_nonzero, are_new))
             self.row_map.grow(capacity(self.num_needed))
-        for change in changes:
-            self.row_map.place(numbers[change.table.name], change.keys)
+            for change, row_ids, is_new in zip(changes, self._row_ids, are_new, strict=True):
+                row_ids[is_new] = self.row_map.place(numbers[change.table.name], change.keys[is_new])
         # The keys of each table that have other rows, or none any more.
         self.changed = {change.table.name: np.concatenate([change.keys, gone[change.table.name]]) for change in changes}
 
@@ -177,15 +180,11 @@ class StorePlan:
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
         """Yields the changed rows as they are stored: row ids, and what `lines_of` gives."""
-        for change in self.changes:
+        for change, row_ids in zip(self.changes, self._row_ids, strict=True):
+            start = 0
             for records in change.pieces():
-                row_ids = self.row_map.find(self._numbers[change.table.name], records.keys)
-                if (row_ids == NO_ROW).any():
-                    raise ServingError(
-                        f'update: table "{change.table.name}": path: "{change.source.path}" changed while it was read; '
-                        "write a new folder for each update."
-                    )
-                yield row_ids, lines_of(change.table, records.rows)
+                some = slice(start, start := start + records.num_rows)
+                yield row_ids[some], lines_of(change.table, records.rows)
 
     def write(self, device: Any, is_in_place: bool) -> FrozenStore:
         """Makes the next version, of a copy of the rows; in place, or if none changes, of the rows that are there."""
