@@ -139,7 +139,7 @@ class RowMap:
 
     def copy(self) -> "RowMap":
         other = copy.copy(self)
-        other._arrays = jax.tree.map(lambda array: _on_host(np.array(array)), self._arrays)
+        other._arrays = jax.device_put(self._arrays, host_device(), may_alias=False)
         other.frequencies = None if self.frequencies is None else self.frequencies.copy()
         return other
 
