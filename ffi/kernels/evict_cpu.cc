@@ -31,8 +31,9 @@ Split SplitAt(const std::vector<uint32_t>& bins, uint32_t* needed) {
 
 constexpr int64_t kBucketsPerTask = 1 << 12;
 
-/// Removes the entries of dead rows from the index (evict.h describes the sweep).
-LaunchError Sweep(Stream stream, const StoreView& store) {
+/// Removes the entries of released rows from the index (evict.h describes the sweep). The flags of most rows say that
+/// they stay, and fit a cache, which their records do not.
+LaunchError Sweep(Stream stream, const StoreView& store, const uint8_t* flags) {
   const IndexView& index = store.index;
   const uint64_t salt = SaltOf(store.counters);
   const Entry empty = {kPaddingKey, kAuxUnset, kAuxUnset};
@@ -50,7 +51,9 @@ LaunchError Sweep(Stream stream, const StoreView& store) {
           MaxAtomically(&is_damaged, uint32_t{1});
           continue;
         }
-        if (store.records.At(store.starts, entry.row_id, 1)->key == kPaddingKey) continue;
+        if (flags[entry.row_id] != kRowStays && store.records.At(store.starts, entry.row_id, 1)->key == kPaddingKey) {
+          continue;
+        }
         if (HomeBucket(HashOf(entry.key, entry.aux, salt), index.num_buckets) == b) {
           entries[num_kept++] = entry;
         } else {
@@ -207,7 +210,7 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
   ListFreedRows(stream, store, workspace);
   // A sweep does not visit rows without an entry.
   if (store.counters[kNumUnplaced] != 0) return LaunchRebuild(stream, store);
-  return Sweep(stream, store);
+  return Sweep(stream, store, flags);
 }
 
 }  // namespace jaxsok
