@@ -81,7 +81,7 @@ class Options:
     train: Sequence[str] = ()
     """More options of the example's command line, which take precedence over `scale` and `is_quick`."""
     trace: pathlib.Path | None = None
-    """A folder for a profile of `TRACED_STEPS` steps that are fed from files; None: there is none."""
+    """A folder for profiles of `TRACED_STEPS` steps that are fed from files, in a folder for each run; None: none."""
     scale: float = 1.0
     """Share of the tables' rows, of the batch and of the files."""
     is_quick: bool = False
@@ -108,8 +108,9 @@ def measure(recorder: Recorder, protocol: Protocol, seed: int, options: Options)
             if recorder.has_time(label):
                 is_uniform = distribution == "uniform"
                 run = dataclasses.replace(config, optimizer=optimizer, uniform=is_uniform, num_devices=number)
+                trace = options.trace and options.trace / label.replace(" ", "-")
                 with recorder.attempt(label):
-                    _Bench(run, recorder, protocol, options.seconds, options.trace).measure()
+                    _Bench(run, recorder, protocol, options.seconds, trace).measure()
                 gc.collect()
                 recorder.write()
 

@@ -464,10 +464,16 @@ def _growth_of_server(found: Found) -> float | None:
 
 
 def _deployed(num_devices: int, way: str) -> Reading:
+    """Reads the newest time of each size of requests; the best of them counts."""
     notes = {"part": "devices", "on": num_devices, "way": way}
-    return lambda found: max(
-        (one.notes["over_one"] or 0 for one in found.all(names.DEPLOYED, notes=notes)), default=None
-    )
+
+    def read(found: Found) -> float | None:
+        newest: dict[int, float | None] = {}
+        for one in found.all(names.DEPLOYED, notes=notes):
+            newest.setdefault(one.num_keys, one.notes["over_one"])
+        return max((over_one for over_one in newest.values() if over_one is not None), default=None)
+
+    return read
 
 
 def _on_cpu(distribution: str, peer: str) -> Reading:

@@ -72,7 +72,11 @@ Streams = dict[str, list[Event]]
 
 def read(path: pathlib.Path) -> dict[str, Streams]:
     """Reads the streams of each device from a profile, or from the only one in a folder."""
-    (file,) = [path] if path.is_file() else path.rglob("*.xplane.pb")
+    files = [path] if path.is_file() else list(path.rglob("*.xplane.pb"))
+    if len(files) != 1:
+        names = ", ".join(map(str, files)) or "none"
+        raise ValueError(f"timeline: path: got {path}, wanted one xplane.pb file in it; name it. There are: {names}.")
+    (file,) = files
     devices = {}
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         if plane.name.startswith("/device:"):

@@ -70,6 +70,7 @@ LaunchError Sweep(Stream stream, const StoreView& store, const uint8_t* flags) {
   std::sort(row_ids.begin(), row_ids.end());  // so that the longest walk does not depend on their former places
   for (const uint32_t row_id : row_ids) {
     const Record& record = *store.records.At(store.starts, row_id, 1);
+    if (record.key == kPaddingKey) continue;
     const ProbeResult walk = Probe(index, record.key, record.table, salt);
     if (walk.entry == kNoEntry) {
       ++store.counters[kNumUnplaced];

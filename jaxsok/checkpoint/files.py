@@ -79,6 +79,12 @@ class TableForm:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row with its key, optimizer state and statistics, uncompressed."""
+        numbers = self.dim * (4 if self.dtype == "float32" else 2) + 4 * sum(dim for _, dim, _ in self.states)
+        return 8 + numbers + 8 * self.statistics
+
     @functools.cached_property
     def schema(self) -> "pa.Schema":
         pa = arrow()

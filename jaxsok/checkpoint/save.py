@@ -7,6 +7,7 @@ them by partition and writes them. What does not fit into the queue waits until 
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -170,16 +171,18 @@ class Saving:
         tables = _Tables(self, folder)
         try:
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                begun = collections.deque[tuple[Piece, concurrent.futures.Future[Any]]]()
+                begun = collections.deque[tuple[int, Callable[[], Any]]]()  # bytes of pieces, and what they become
                 while True:
                     while len(begun) <= PREPARED_AHEAD and (piece := self._take(waits=not begun)) is not None:
-                        begun.append((piece, pool.submit(tables.prepare, piece)))
+                        begun.append((piece.nbytes, _begin(pool, functools.partial(tables.prepare, piece))))
+                    piece = None  # else it would be held while others are written
                     if not begun:
                         break
-                    piece, prepared = begun.popleft()
-                    tables.write(prepared.result())
+                    num_bytes, prepared = begun.popleft()
+                    tables.write(prepared())
+                    prepared = None
                     with self._changed:
-                        self._held -= piece.nbytes
+                        self._held -= num_bytes
                         self._changed.notify_all()
             for name, keys in self.tombstones.items() if jax.process_index() == 0 else ():
                 tables.write_tombstones(name, keys)
@@ -256,6 +259,14 @@ def save_now(saving: Saving, folder: Any) -> None:
             if saving.has_stopped:
                 written.result()
         written.result()
+
+
+def _begin(pool: concurrent.futures.Executor, work: Callable[[], Any]) -> Callable[[], Any]:
+    """Begins some work in a thread; returns a function that gives its result. Python's end begins no more threads."""
+    try:
+        return pool.submit(work).result
+    except RuntimeError:
+        return work
 
 
 _Batch = tuple[files.TableForm, Any, tuple[int, int]]  # a record batch, and its first and last partition

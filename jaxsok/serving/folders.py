@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from jaxsok import published
+from jaxsok import host_limits, published
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import chain_of, check_link
 from jaxsok.checkpoint.files import key_batches
@@ -28,7 +28,9 @@ from jaxsok.serving.padding import NO_KEYS
 Path = str | os.PathLike[str]
 KeyBits = Literal[32, 64]
 Tables = Mapping[str, FrozenTable]
-HELD_BYTES = 2 * 2**30  # deltas up to this many bytes are held in memory while they are applied; larger are read twice
+# Deltas of a chain are held in memory while they are applied, if they have so many bytes at most, and a quarter of what
+# the host has left; others are read again for their rows.
+HELD_BYTES = 2 * 2**30
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not committed
 
 
@@ -82,8 +84,8 @@ def open_table(
 
     Cost:
       Reads all files of the table once (of HPS: all keys), and cut keys again. Memory: a chunk (64 MiB), 8 bytes a key
-      twice (512 MiB at most), and as long as the result lives 17 bytes for each key of deltas, or, if the deltas have
-      HELD_BYTES at most, all of their files, which are not read again.
+      twice (512 MiB at most), and as long as the result lives 17 bytes for each key of deltas, and all of their rows
+      with optimizer state if these have HELD_BYTES at most: then their files are not read again.
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _find(op, path, table)
@@ -284,9 +286,12 @@ class _Chain:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds all of them exactly
         self._num_full = int(links[0].manifest["kind"] != "delta")  # of the links, at most the first
         deltas = links[self._num_full :]
-        tables = [of_table for link in deltas for of_table in link.manifest["tables"].values()]
-        num_bytes = sum(file["size"] for of_table in tables for file in of_table[manifest_lib.ROWS])
-        self._rows: list[list[Records]] | None = [] if num_bytes <= HELD_BYTES else None
+        # Of all tables of a folder, since an update may change all of them.
+        names = [(link, name) for link in deltas for name in link.manifest["tables"]]
+        num_bytes = sum(link.form(name).row_bytes * link.manifest["tables"][name]["num_rows"] for link, name in names)
+        available = host_limits.available_bytes()
+        most = HELD_BYTES if available is None else min(HELD_BYTES, available // 4)
+        self._rows: list[list[Records]] | None = [] if num_bytes <= most else None
         keys, gone = list[np.ndarray](), list[np.ndarray]()  # of the rows and of the tombstones of each delta
         for link in deltas:
             # A delta may have many small batches: their keys alone do not keep the bytes of their rows.
@@ -347,8 +352,8 @@ def _find_last(
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
     """Finds the last delta that names each key, by one sort.
 
-    Takes, by delta, the keys of its rows and those that it removes. Returns all keys, ascending, and masks of both, by
-    delta: which of them no later delta names.
+    Takes, by delta, the keys of its rows and those that it removes, which it does first. Returns all keys, ascending,
+    and masks of both, by delta: which of them nothing later names.
 
     Example:
       >>> first, second = np.array([7, 9], np.uint64), np.array([9], np.uint64)
@@ -356,7 +361,7 @@ def _find_last(
       >>> named.tolist(), [mask.tolist() for mask in are_live], [mask.tolist() for mask in are_gone]
       ([7, 9], [[False, False], [True]], [[], [True]])
     """
-    parts = [part for of_delta in zip(keys, gone, strict=True) for part in of_delta]
+    parts = [part for of_delta in zip(gone, keys, strict=True) for part in of_delta]
     together = np.concatenate([NO_KEYS, *reversed(parts)])  # the last delta first
     order = np.argsort(together)  # equal keys in any order, which takes a quarter of the time
     ordered = together[order]
@@ -366,4 +371,4 @@ def _find_last(
         is_last[np.minimum.reduceat(order, starts)] = True
     ends = np.cumsum([len(part) for part in reversed(parts)])
     masks = np.split(is_last, ends)[: len(parts)][::-1]
-    return ordered[starts], masks[::2], masks[1::2]
+    return ordered[starts], masks[1::2], masks[::2]

@@ -171,6 +171,36 @@ def test_a_piece_that_is_larger_than_the_queue_is_written_before_the_next_one_co
     assert_same(content(collection, restore(tmp_path / "saved", collection)), content(collection, state))
 
 
+@pytest.mark.parametrize("num_tables", [16, 17])
+def test_many_tables_of_one_store_are_sorted_by_table_and_partition(tmp_path, num_tables):
+    """Up to 16 tables' partitions are numbers of 16 bits."""
+    collection = collection_of([jaxsok.TableSpec(f"t{i}", 4, optim.sgd(0.1), capacity=64) for i in range(num_tables)])
+    batch = collection.batch({f"t{i}": np.arange(i, 20 + i, dtype=np.uint64) for i in range(num_tables)})
+    state = collection.lookup(collection.init(seed=0), batch.features)[1]
+    save_to(tmp_path / "saved", collection, state)
+    assert_same(content(collection, restore(tmp_path / "saved", collection)), content(collection, state))
+
+
+def test_an_export_goes_on_where_no_thread_begins_any_more(tmp_path, monkeypatch):
+    """At Python's end a thread that saves still writes everything."""
+
+    class Ended(save.concurrent.futures.ThreadPoolExecutor):
+        def submit(self, *args, **kwargs):
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64)])
+    batch = collection.batch({"item": np.arange(40, dtype=np.uint64)})
+    state = collection.lookup(collection.init(seed=0), batch.features)[1]
+    saving = save.Saving("test", collection, state, save.SaveOptions(host_bytes=1))
+    feeding = threading.Thread(target=saving.feed)
+    feeding.start()
+    monkeypatch.setattr(save.concurrent.futures, "ThreadPoolExecutor", Ended)
+    (tmp_path / "saved").mkdir()
+    saving.write(tmp_path / "saved")
+    feeding.join()
+    assert saving.report.num_rows == {"item": 40}
+
+
 def test_a_piece_keeps_no_more_memory_than_it_counts():
     """The last rows of a slab and the few rows of a delta keep no larger array alive."""
     collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, statistics=True)])

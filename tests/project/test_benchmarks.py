@@ -459,6 +459,18 @@ def test_the_target_takes_the_fastest_of_nve():
     assert targets._over_nve(0.5)(targets.Found(ours)) is None
 
 
+def test_the_newest_time_of_each_size_of_requests_counts_for_a_session():
+    def record(over_one, num_keys):
+        notes = {"part": "devices", "on": 4, "way": "replicas", "over_one": over_one}
+        time = timing.summary([1.0], 1)
+        return records.Record("devices", records.DEPLOYED, "jaxsok", time, num_keys=num_keys, notes=notes)
+
+    read = targets._deployed(4, "replicas")
+    found = [record(3.9, 10), record(0.5, 20), record(1.2, 10), record(0.7, 20)]  # the last are the newest
+    assert read(targets.Found(found)) == 1.2
+    assert read(targets.Found([record(None, 10)])) is None and read(targets.Found([])) is None
+
+
 class _NveLayer:
     """A layer of NVE without NVE: the hot ids are in its cache, and all rows are right but one, if there is one."""
 

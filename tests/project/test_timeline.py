@@ -68,3 +68,6 @@ def test_a_profile_without_a_gpu_is_refused(tmp_path):
         jnp.arange(10).block_until_ready()
     with pytest.raises(ValueError, match="wanted a profile of a GPU"):
         timeline.main([str(tmp_path), "--steps", "1"])
+    (tmp_path / "another.xplane.pb").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"wanted one xplane.pb file in it.*another"):
+        timeline.main([str(tmp_path), "--steps", "1"])

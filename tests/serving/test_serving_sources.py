@@ -312,6 +312,30 @@ def test_a_file_that_changes_after_it_was_opened(export, tmp_path):
         list(source.chunks())
 
 
+def test_a_delta_removes_keys_before_its_rows_come_in():
+    """A key that one delta removes and has a row for is there, unless a later delta removes it."""
+    first, second = np.array([7, 9], np.uint64), np.array([8], np.uint64)
+    named, are_live, are_gone = folders_lib._find_last([first, second], [np.array([9, 5], np.uint64), first[:1]])
+    assert named.tolist() == [5, 7, 8, 9]
+    assert [mask.tolist() for mask in are_live] == [[False, True], [True]]
+    assert [mask.tolist() for mask in are_gone] == [[False, True], [True]]
+
+
+@pytest.mark.parametrize("bound", ["of their own", "of the host"])
+def test_deltas_are_held_by_their_size_in_memory(export, tmp_path, monkeypatch, bound):
+    """Compressed files are smaller than what they become: what counts are the rows."""
+    folder, held = export
+    shutil.copytree(folder, tmp_path / "chain")
+    if bound == "of their own":
+        monkeypatch.setattr(folders_lib, "HELD_BYTES", 15)  # less than a row of either table
+    else:
+        monkeypatch.setattr(folders_lib.host_limits, "available_bytes", lambda: 60)
+    delta = open_delta(tmp_path / "chain" / "second", table="user", dim=3)
+    shutil.rmtree(tmp_path / "chain" / "second")
+    with pytest.raises(CorruptFileError, match="got no such file"):
+        list(delta.chunks())
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 def test_deltas_are_read_once_where_they_are_held(export, tmp_path, monkeypatch, is_held):
     folder, held = export
