@@ -572,7 +572,18 @@ def _served_shape(record: Record) -> tuple[str, int, str]:
     return record.workload, record.notes["num_samples"], record.notes["dtype"]
 
 
-FRESH_COLUMNS = ("what", "of", "ms", "spread", "99th percentile", "most", "changed rows/s", "export ms", "publish ms")
+FRESH_COLUMNS = (
+    "what",
+    "of",
+    "ms",
+    "spread",
+    "99th percentile",
+    "most",
+    "changed rows/s",
+    "pause ms",
+    "export ms",
+    "publish ms",
+)
 """Columns for freshness: the delay of a version, and lookups without and with updates."""
 
 
@@ -588,7 +599,7 @@ def fresh_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.notes['max_ms']:.4g}",
             *(
                 f"{record.notes[name]:,.0f}" if name in record.notes else NOTHING
-                for name in ("rows_per_s", "export_ms", "publish_ms")
+                for name in ("rows_per_s", "pause_ms", "export_ms", "publish_ms")
             ),
         )
         for record in records

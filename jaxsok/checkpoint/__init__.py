@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsok.checkpoint.export_folders import Exported, export_delta, export_full
+from jaxsok.checkpoint.export_folders import Exported, begin_export_delta, export_delta, export_full
 from jaxsok.checkpoint.files import CorruptFileError
 from jaxsok.checkpoint.restore import apply_delta, load
 from jaxsok.checkpoint.save import SaveReport
@@ -24,6 +24,7 @@ __all__ = [
     "TablesRestore",
     "TablesSave",
     "apply_delta",
+    "begin_export_delta",
     "export_delta",
     "export_full",
     "load",

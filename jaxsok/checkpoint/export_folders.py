@@ -4,12 +4,14 @@ A delta has every row whose last step is that of its base or later, whole, and t
 base and what it rests on have, and the tables have not.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -17,7 +19,7 @@ from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib, manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
 from jaxsok.checkpoint.keys_by_row import KeysByRow
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save, time_of
 from jaxsok.checkpoint.saved import Source, check_forms
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced
@@ -85,7 +87,7 @@ def export_full(
       ({'item': 2}, {'item': 2})
     """
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _export("export_full", path, collection, state, options, clock, keeps_keys=keeps_keys)
+    return _begin("export_full", path, collection, state, options, clock, keeps_keys=keeps_keys)()
 
 
 def export_delta(
@@ -123,7 +125,63 @@ def export_delta(
     Example:
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`
     """
-    op = "export_delta"
+    options = SaveOptions(compression, host_bytes, piece_bytes)
+    return _begin_delta("export_delta", path, collection, state, base, options, clock, keeps_keys=keeps_keys)()
+
+
+def begin_export_delta(
+    path: Path,
+    collection: Collection,
+    state: State,
+    base: Path | Sequence[Path] | Exported,
+    *,
+    clock: int | None = None,
+    compression: str = "none",
+    host_bytes: int = HOST_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+    keeps_keys: bool = False,
+) -> "concurrent.futures.Future[Exported]":
+    """Does `export_delta` in a single process, and returns as soon as the state may be donated.
+
+    By then the rows that changed are on the host; a thread writes their files, and the future has what `export_delta`
+    returns or raises. Python's end waits for the thread. The next delta takes the result as its base, so at most one is
+    under way.
+
+    Raises:
+      ValueError: there are several processes, whose threads could not agree on errors. And what `export_delta` raises
+        before it writes.
+
+    Cost:
+      The caller waits for the copy of the rows to the host, or, where they have more than `host_bytes`, for files too.
+
+    Example:
+      `tuesday = begin_export_delta("tuesday", collection, state, base)`, then steps, then `base = tuesday.result()`
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"begin_export_delta: got {jax.process_count()} processes, wanted one; call export_delta, which waits for "
+            "the files of all."
+        )
+    options = SaveOptions(compression, host_bytes, piece_bytes)
+    op = "begin_export_delta"
+    finish = _begin_delta(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys)
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.export")
+    exported = pool.submit(finish)
+    pool.shutdown(wait=False)
+    return exported
+
+
+def _begin_delta(
+    op: str,
+    path: Path,
+    collection: Collection,
+    state: State,
+    base: Path | Sequence[Path] | Exported,
+    options: SaveOptions,
+    clock: int | None,
+    *,
+    keeps_keys: bool,
+) -> Callable[[], Exported]:
     for spec in collection.stores:
         if not spec.keeps_statistics:
             raise ValueError(
@@ -150,11 +208,10 @@ def export_delta(
                 "state is older than it."
             )
         lineage_lib.check(op, collection, state, chain[-1].folder, last)
-    options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _export(op, path, collection, state, options, now, chain, kept, keeps_keys=keeps_keys)
+    return _begin(op, path, collection, state, options, now, chain, kept, keeps_keys=keeps_keys)
 
 
-def _export(
+def _begin(
     op: str,
     path: Path,
     collection: Collection,
@@ -165,8 +222,11 @@ def _export(
     kept: KeysByRow | None = None,
     *,
     keeps_keys: bool,
-) -> Exported:
-    """Writes, with a chain a delta on its last link, under another name; fails in all processes if in one."""
+) -> Callable[[], Exported]:
+    """Begins to write, with a chain a delta on its last link, under another name; fails in all processes if in one.
+
+    Returns once the rows are on the host, with a function that waits for the files and gives them their name.
+    """
     check_state(op, collection, state)
     check_untraced(op, state)
     # Processes have rows of their own, and all of them must look for the same keys.
@@ -204,7 +264,24 @@ def _export(
                 )
             kind = "delta" if chain else "full"
             saving = Saving(op, collection, state, options, kind, clock=clock, rests_on=rests_on, tombstones=gone)
-            save_now(saving, folder)
+            written = begin_save(saving, folder)
+    except Exception:
+        _remove(folder)
+        raise
+    return functools.partial(_finish, op, saving, written, folder, final, keys if keeps_keys else None)
+
+
+def _finish(
+    op: str,
+    saving: Saving,
+    written: "concurrent.futures.Future[None]",
+    folder: pathlib.Path,
+    final: pathlib.Path,
+    keys: KeysByRow | None,
+) -> Exported:
+    try:
+        with processes.fail_together(op):
+            written.result()
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(saving.latest)
         if latest > saving.part["clock"]:
@@ -214,13 +291,11 @@ def _export(
                 "exports, or to none."
             )
         with processes.fail_together(op):
-            if is_first:
+            if jax.process_index() == 0:
                 manifest_lib.join_parts(op, folder)
                 published.publish(op, folder, final)
     except Exception:
-        # All processes are here: none of them writes into it any more.
-        if is_first:
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         raise
     manifest = manifest_lib.read(op, final)
     num_rows, num_tombstones = {}, {}
@@ -229,4 +304,10 @@ def _export(
         num_tombstones[name] = sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
     counts = {"num_rows": num_rows, "num_tombstones": num_tombstones}
-    return Exported(final, **facts, **counts, report=saving.report, keys=keys if keeps_keys else None)
+    return Exported(final, **facts, **counts, report=saving.report, keys=keys)
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Removes an unfinished export. All processes have failed: none of them writes into it any more."""
+    if jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)

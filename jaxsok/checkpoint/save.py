@@ -249,16 +249,23 @@ def time_of(op: str, state: State, clock: Any) -> int:
 
 def save_now(saving: Saving, folder: Any) -> None:
     """Saves into an existing folder, and waits for the files."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        written = pool.submit(saving.write, folder)
-        try:
-            saving.feed()
-        finally:
-            # The writer may have stopped the copy; its error says why.
-            concurrent.futures.wait([written])
-            if saving.has_stopped:
-                written.result()
-        written.result()
+    begin_save(saving, folder).result()
+
+
+def begin_save(saving: Saving, folder: Any) -> "concurrent.futures.Future[None]":
+    """Saves into an existing folder; returns once the rows are on the host, while a thread still writes the files."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.save")
+    written = pool.submit(saving.write, folder)
+    pool.shutdown(wait=False)
+    try:
+        saving.feed()
+    except BaseException:
+        # The writer may have stopped the copy; its error says why.
+        concurrent.futures.wait([written])
+        if saving.has_stopped:
+            written.result()
+        raise
+    return written
 
 
 def _begin(pool: concurrent.futures.Executor, work: Callable[[], Any]) -> Callable[[], Any]:

@@ -10,6 +10,7 @@ import operator
 import pathlib
 import shutil
 import tempfile
+import threading
 import tracemalloc
 import zlib
 
@@ -26,7 +27,7 @@ from hypothesis import stateful
 
 import jaxsok
 from jaxsok import checkpoint, inspection, lives, optim, policies
-from jaxsok.checkpoint import chain as chains, manifest, restore
+from jaxsok.checkpoint import chain as chains, manifest, restore, save
 from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import npz
 from jaxsok.serving import folders
@@ -510,6 +511,53 @@ def test_a_full_table_that_evicts_on_fewer_devices(tmp_path, caplog):
         assert fewer.num_rows(loaded)["item"] <= 64
     kept = np.asarray(fewer.export_table(loaded, "item")["keys"])
     assert np.isin(np.arange(208, 240), kept).all()
+
+
+def test_training_goes_on_while_a_delta_is_written(tmp_path, monkeypatch):
+    """A delta has the rows of when it began, though the state's memory is reused while its files are written."""
+    collection, write, may_write = two(), save.Saving.write, threading.Event()
+    spoil = jax.jit(lambda state: jax.tree.map(lambda array: array + np.ones((), array.dtype), state), donate_argnums=0)
+    state = train(collection, collection.init(seed=1), 2)
+    base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)
+
+    def write_late(saving, folder):
+        assert may_write.wait(30)
+        write(saving, folder)
+
+    monkeypatch.setattr(save.Saving, "write", write_late)
+    for number in range(3):
+        state = train(collection, state, 1)
+        state, _ = collection.erase(state, "user", content(collection, state)["user.keys"][number::7])
+        want, kept, path = content(collection, state), jax.tree.map(np.array, state), tmp_path / f"{number}"
+        may_write.clear()
+        exporting = checkpoint.begin_export_delta(path, collection, state, base, keeps_keys=True)
+        assert not exporting.done() and not path.exists()
+        spoil(state)
+        may_write.set()
+        base = exporting.result()
+        assert base.path == path and base.kind == "delta" and base.report.total_s > 0
+        assert_same(content(collection, checkpoint.load(path, collection)), want)
+        state = jax.tree.map(jax.numpy.asarray, kept)
+
+
+def test_a_delta_that_fails_while_it_is_written_leaves_nothing(tmp_path, monkeypatch):
+    collection = two()
+    state = train(collection, collection.init(seed=1), 2)
+    base = checkpoint.export_full(tmp_path / "full", collection, state)
+    with pytest.raises(FileExistsError, match="begin_export_delta: path: got"):
+        checkpoint.begin_export_delta(tmp_path / "full", collection, state, base)
+    state = train(collection, state, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write_part", lambda *_: pathlib.Path(tmp_path / "absent" / "part").touch())
+        exporting = checkpoint.begin_export_delta(tmp_path / "delta", collection, state, base)
+        with pytest.raises(FileNotFoundError, match="absent"):
+            exporting.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    checkpoint.begin_export_delta(tmp_path / "delta", collection, state, base).result()
+    assert_same(content(collection, checkpoint.load(tmp_path / "delta", collection)), content(collection, state))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="got 2 processes, wanted one; call export_delta"):
+        checkpoint.begin_export_delta(tmp_path / "other", collection, state, base)
 
 
 def test_a_delta_on_a_checkpoint(tmp_path):
