@@ -896,21 +896,29 @@ class Life(stateful.RuleBasedStateMachine):
     def clear(self, table):
         self.state, _ = self.collection.clear(self.state, table)
 
-    @stateful.rule(is_kept=st.booleans(), keeps_keys=st.booleans())
-    def export(self, is_kept, keeps_keys):
+    @stateful.rule(is_kept=st.booleans(), keeps_keys=st.booleans(), is_waited_for=st.booleans())
+    def export(self, is_kept, keeps_keys, is_waited_for):
         path = pathlib.Path(self.folder.name) / str(len(self.links))
-        if self.links:
-            base = self.exported if is_kept else self.links[-1]
-            exported = checkpoint.export_delta(path, self.collection, self.state, base, keeps_keys=keeps_keys)
-        else:
+        rows, step = content(self.collection, self.state), int(self.state.step)
+        of_user = waiting(self.collection, self.state, "user")
+        if not self.links:
             exported = checkpoint.export_full(path, self.collection, self.state, keeps_keys=keeps_keys)
+        else:
+            base = self.exported if is_kept else self.links[-1]
+            options = self.collection, self.state, base
+            if is_waited_for:
+                exported = checkpoint.export_delta(path, *options, keeps_keys=keeps_keys)
+            else:
+                exporting = checkpoint.begin_export_delta(path, *options, keeps_keys=keeps_keys)
+                self.look_up([3, 5, 7, 9], [2, 4, 6, 8], True)
+                exported = exporting.result()
         assert (exported.keys is not None) == keeps_keys
         self.exported = exported
         self.links.append(path)
         again = checkpoint.load(self.links, self.collection)
-        assert_same(content(self.collection, again), content(self.collection, self.state))
-        assert waiting(self.collection, again, "user") == waiting(self.collection, self.state, "user")
-        assert int(again.step) == int(self.state.step)
+        assert_same(content(self.collection, again), rows)
+        assert waiting(self.collection, again, "user") == of_user
+        assert int(again.step) == step
 
 
 TestLife = Life.TestCase
