@@ -446,7 +446,7 @@ def test_the_code_of_the_page(url, tmp_path):
     with serving.open({**config(url, training), **json.loads(f"{{{source}}}")}, warm_up=False) as session:
         for block in blocks:
             training.set("user", rows_of([len(block) % 40], 4, version=7))
-            exec(block, names | {"state": training.state})
+            names["state"] = training.state
+            exec(block, names)
             wait_until(lambda: serves(session, training))
-            names |= {"publisher": streams.Publisher(url, "dlrm"), "checkpoint": checkpoint}
-        assert len(blocks) == 2 and set(names["publisher"]._stream.positions()) == {"server-1"}
+        assert len(blocks) == 3 and set(names["publisher"]._stream.positions()) == {"server-1"}
