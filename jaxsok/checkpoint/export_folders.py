@@ -265,6 +265,8 @@ def _begin(
             kind = "delta" if chain else "full"
             saving = Saving(op, collection, state, options, kind, clock=clock, rests_on=rests_on, tombstones=gone)
             written = begin_save(saving, folder)
+            if jax.process_count() > 1:  # if one of them fails, the others have ended when the folder is removed
+                concurrent.futures.wait([written])
     except Exception:
         _remove(folder)
         raise

@@ -849,7 +849,7 @@ def read_back(form, path):
 def race(writers, form, rounds, overwrite):
     root, both = writers
     for number in range(rounds):
-        path = root / f"{form}.{overwrite}.{number}"
+        path = root / f"{form}.{overwrite}.{number}_of_{rounds}"
         for process in both:
             process.stdin.write(f"{form} {path.name} {overwrite}\n")
             process.stdin.flush()
