@@ -17,9 +17,7 @@ import pathlib
 from collections import Counter
 from collections.abc import Sequence
 
-import jax
-
-from . import plots
+from . import plots, timing
 
 GROUPS = {
     "plan": (
@@ -38,7 +36,7 @@ GROUPS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "sm90_xmma"),
     "copies": ("Memcpy", "Memset", "memcpy"),
 }
-"""What kernels do, by words in their names; the first group that fits counts."""
+"""Words in the names of kernels, by what they do; the first group that fits counts."""
 
 OTHERS = "the rest of the model"
 COLOURS = dict(
@@ -72,24 +70,16 @@ Streams = dict[str, list[Event]]
 
 def read(path: pathlib.Path) -> dict[str, Streams]:
     """Reads the streams of each device from a profile, or from the only one in a folder."""
-    files = [path] if path.is_file() else list(path.rglob("*.xplane.pb"))
+    files = [path] if path.is_file() else list(path.rglob(timing.PROFILES))
     if len(files) != 1:
         names = ", ".join(map(str, files)) or "none"
         raise ValueError(f"timeline: path: got {path}, wanted one xplane.pb file in it; name it. There are: {names}.")
-    (file,) = files
-    devices = {}
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        if plane.name.startswith("/device:"):
-            lines = [line for line in plane.lines if line.name.startswith("Stream")]  # others repeat them by op
-            devices[plane.name.removeprefix("/device:")] = {
-                line.name: sorted(
-                    (Event(e.start_ns * 1e-6, (e.start_ns + e.duration_ns) * 1e-6, e.name) for e in line.events),
-                    key=lambda event: event.begin,
-                )
-                for line in lines
-            }
+    devices = {
+        device: {name: [Event(*event) for event in sorted(events)] for name, events in streams.items()}
+        for device, streams in timing.read_streams(files[0]).items()
+    }
     if not any(devices.values()):
-        raise ValueError(f"timeline: path: got {file}, whose devices ran no kernel, wanted a profile of a GPU.")
+        raise ValueError(f"timeline: path: got {files[0]}, whose devices ran no kernel, wanted a profile of a GPU.")
     return devices
 
 

@@ -11,7 +11,7 @@ Not here: what is timed. `fbgemm.py` takes CUDA events instead, batch by batch i
 
 import contextlib
 import dataclasses
-import glob
+import itertools
 import math
 import pathlib
 import statistics
@@ -319,15 +319,30 @@ def list_launched(function: Callable[[], Any], num_steps: int) -> dict[str, tupl
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             function()
-        for path in glob.glob(str(pathlib.Path(folder) / "**" / "*.xplane.pb"), recursive=True):
-            for plane in jax.profiler.ProfileData.from_file(path).planes:
-                if not plane.name.startswith("/device:"):
-                    continue
-                for line in plane.lines:
-                    if not line.name.startswith("Stream"):  # other lines repeat the same work by op and by module
-                        continue
-                    for event in line.events:
-                        with contextlib.suppress(UnicodeDecodeError):
-                            counts[event.name] += 1
-                            totals[event.name] += event.duration_ns * 1e-6 / num_steps
+        for path in pathlib.Path(folder).rglob(PROFILES):
+            for streams in read_streams(path).values():
+                for begin, end, name in itertools.chain(*streams.values()):
+                    counts[name] += 1
+                    totals[name] += (end - begin) / num_steps
     return {name: (counts[name] / num_steps, ms) for name, ms in totals.most_common()}
+
+
+PROFILES = "*.xplane.pb"
+"""The names of the files of JAX's profiler."""
+
+
+def read_streams(path: pathlib.Path) -> dict[str, dict[str, list[tuple[float, float, str]]]]:
+    """Reads from a profile what ran on each device, by stream: begin and end in milliseconds, and the name."""
+    devices: dict[str, dict[str, list[tuple[float, float, str]]]] = {}
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        streams = devices[plane.name.removeprefix("/device:")] = {}
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):  # other lines repeat the same work by op and by module
+                continue
+            events = streams[line.name] = []
+            for event in line.events:
+                with contextlib.suppress(UnicodeDecodeError):
+                    events.append((event.start_ns * 1e-6, (event.start_ns + event.duration_ns) * 1e-6, event.name))
+    return devices

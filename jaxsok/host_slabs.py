@@ -71,22 +71,6 @@ def bytes_of(slab: Array) -> np.ndarray:
     return np.ctypeslib.as_array(pointer, slab.shape)
 
 
-def view_on_host(array: Array) -> np.ndarray:
-    """Waits for an array of one device and gives it read-only; what lies in pinned host memory is not copied."""
-    if array.sharding.memory_kind != HOST_KIND:
-        return np.asarray(array)
-    return np.asarray(_Pinned(jax.block_until_ready(array)))
-
-
-class _Pinned:
-    """An array in pinned host memory, as NumPy reads it; the NumPy array keeps it alive."""
-
-    def __init__(self, array: Array):
-        self._array = array
-        address = array.unsafe_buffer_pointer(), True
-        self.__array_interface__ = {"shape": array.shape, "typestr": array.dtype.str, "data": address, "version": 3}
-
-
 def _zeros(num_rows: int, width: int) -> Array:
     return jnp.zeros((num_rows, width), jnp.uint8)
 

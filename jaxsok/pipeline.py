@@ -29,11 +29,10 @@ from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker
-from jaxsok.host_slabs import view_on_host
 from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
 from jaxsok.settings import current_settings, in_settings
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, view_on_host
 from jaxsok.specs import StoreSpec
 
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent

@@ -87,7 +87,7 @@ def export_full(
       ({'item': 2}, {'item': 2})
     """
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _begin("export_full", path, collection, state, options, clock, keeps_keys=keeps_keys)()
+    return _begin_export("export_full", path, collection, state, options, clock, keeps_keys=keeps_keys)()
 
 
 def export_delta(
@@ -208,10 +208,10 @@ def _begin_delta(
                 "state is older than it."
             )
         lineage_lib.check(op, collection, state, chain[-1].folder, last)
-    return _begin(op, path, collection, state, options, now, chain, kept, keeps_keys=keeps_keys)
+    return _begin_export(op, path, collection, state, options, now, chain, kept, keeps_keys=keeps_keys)
 
 
-def _begin(
+def _begin_export(
     op: str,
     path: Path,
     collection: Collection,

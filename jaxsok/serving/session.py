@@ -125,6 +125,7 @@ class Session:
 
         From tables on a GPU they lie in pinned host memory, and all arrays of an answer may be one piece of it: copy
         rows that are to be kept.
+
         `keys` are NumPy integers of any shape by table; not every table needs some. Negative int64 are the uint64 of
         the same bits; PADDING_KEY (-1) reads zeros. Missing keys read the default of their table, or the row that they
         would get in training. `model` may be None if there is one.

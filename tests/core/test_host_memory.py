@@ -23,6 +23,7 @@ from jaxsok import (
     host_slabs,
     memory_estimate,
     on,
+    shards,
 )
 from jaxsok.host_limits import HostLimit
 from jaxsok.kernels.host_memory import HostBytes
@@ -372,7 +373,7 @@ def test_results_in_pinned_memory_are_not_copied():
     double = jax.jit(lambda array: jax.device_put(array * 2, jax.memory.Space.Host))
     result = double(np.arange(1000, dtype=np.float32))
     address = result.unsafe_buffer_pointer()
-    view = host_slabs.view_on_host(result)
+    view = shards.view_on_host(result)
     del result
     gc.collect()
     others = [double(np.full(1000, n, np.float32)) for n in range(8)]
@@ -383,4 +384,4 @@ def test_results_in_pinned_memory_are_not_copied():
 
 def test_results_on_a_cpu_are_read_as_ever():
     result = jax.jit(lambda array: array * 2)(np.arange(10, dtype=np.float32))
-    np.testing.assert_array_equal(host_slabs.view_on_host(result), np.arange(10, dtype=np.float32) * 2)
+    np.testing.assert_array_equal(shards.view_on_host(result), np.arange(10, dtype=np.float32) * 2)

@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.host_slabs import view_on_host
 from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import FrozenTables
@@ -26,6 +25,7 @@ from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_f
 from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
 from jaxsok.serving.ready import Ready, Repeated, rest_s
+from jaxsok.shards import view_on_host
 from jaxsok.types import COUNTS, PADDING_KEY
 
 LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`

@@ -47,6 +47,7 @@ class Change:
 
     @classmethod
     def of(cls, table: FrozenTable, source: TableSource) -> "Change":
+        """Reads the keys of a table's update; `open_table` has checked its files, and `pieces` checks its rows."""
         keys = np.concatenate([NO_KEYS, *(some.copy() for some in source.keys())])
         gone = None if source.base is None else np.concatenate([NO_KEYS, *source.tombstones()])
         return cls(table, source, keys, gone)
@@ -97,7 +98,7 @@ def owners_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]:
-    """Gives each part the rows whose keys it owns; reads all keys once to count them."""
+    """Gives each part the rows whose keys it owns; reads each source once to count them."""
     parts: list[list[Frozen]] = [[] for _ in range(num_parts)]
     for table, source in given:
         counts = np.zeros(num_parts, np.int64)
