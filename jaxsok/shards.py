@@ -339,17 +339,20 @@ def mark_host_memory(part: Array) -> Array:
     return jax.device_put(typed, SingleDeviceSharding(device, memory_kind=HOST_KIND))
 
 
-def view_on_host(array: Array) -> np.ndarray:
-    """Waits for an array of one device and gives it read-only; what lies in pinned host memory is not copied."""
+def view_on_host(array: Array, *, may_write: bool = False) -> np.ndarray:
+    """Waits for an array of one device and gives it read-only; what lies in pinned host memory is not copied.
+
+    `may_write`: the caller alone has the array, and may change what is not copied.
+    """
     if array.sharding.memory_kind != HOST_KIND:
         return np.asarray(array)
-    return np.asarray(_Pinned(jax.block_until_ready(array)))
+    return np.asarray(_Pinned(jax.block_until_ready(array), may_write))
 
 
 class _Pinned:
     """An array in pinned host memory, as NumPy reads it; the NumPy array keeps it alive."""
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array, may_write: bool):
         self._array = array
-        address = array.unsafe_buffer_pointer(), True
+        address = array.unsafe_buffer_pointer(), not may_write
         self.__array_interface__ = {"shape": array.shape, "typestr": array.dtype.str, "data": address, "version": 3}

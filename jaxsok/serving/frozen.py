@@ -393,7 +393,9 @@ def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndar
     ids = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW))
     padded = tuple(fill_up(array, size) for array in lines)
     arrays = store.rows, store.host_rows, store.scales
-    rows, host_rows, scales = _write(arrays, *jax.device_put((ids, padded), store.rows.sharding))
+    sent = jax.device_put((ids, padded), store.rows.sharding)
+    # A program that is dispatched before its operands have arrived stops the device's later ones, lookups among them.
+    rows, host_rows, scales = _write(arrays, *jax.block_until_ready(sent))
     return dataclasses.replace(store, rows=rows, host_rows=host_rows, scales=scales)
 
 

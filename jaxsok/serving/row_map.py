@@ -26,6 +26,9 @@ LOAD: float = 0.65
 Arrays = TypeVar("Arrays", bound=StoreArrays)
 KEYS_AT_A_TIME = 1 << 20  # in one program, to bound scratch memory
 _LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
+BUCKETS_AT_A_TIME = 1 << 16  # that are sent to a device, 4 MiB: lookups wait for a copy that is under way
+_BUCKETS_COMPARED = 1 << 15  # at a time: what is computed of them stays in a processor's cache
+_LEAST_SAVED = 4  # an index is sent whole if more than a quarter of its buckets differ
 UNUSED = np.uint32(0xFFFFFFFF)
 SALT = np.array([types.COUNTERS.index("salt_low"), types.COUNTERS.index("salt_high")])
 
@@ -137,6 +140,34 @@ class RowMap:
         copies = jax.device_put(arrays, device, may_alias=False)
         return jax.block_until_ready(copies)  # before a change of the map donates what is copied
 
+    def next_index(
+        self, old: "RowMap", index: UInt32[Array, "num_buckets 16"]
+    ) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
+        """Does `index` beside the index of an older map on its device: if few buckets differ, it sends only those."""
+        (device,) = index.devices()
+        most = self.num_buckets // _LEAST_SAVED
+        changed = self._buckets_unlike(old, most) if self.num_buckets == old.num_buckets else None
+        if changed is None:
+            return self.index(device)
+        lines, index = np.asarray(self._arrays.index), jnp.copy(index)
+        for some in slices(len(changed), BUCKETS_AT_A_TIME):
+            numbers = fill_up(changed[some], padded_size(len(changed[some]), _LEAST_KEYS), UNUSED)
+            sent = numbers, lines[np.minimum(numbers, np.uint32(self.num_buckets - 1))]
+            index = _set_buckets(index, *jax.block_until_ready(jax.device_put(sent, device)))
+        return index, jax.block_until_ready(jax.device_put(self._arrays.counters, device, may_alias=False))
+
+    def _buckets_unlike(self, other: "RowMap", most: int) -> np.ndarray | None:
+        """Lists the buckets whose words differ, uint32; None: there are more than `most`."""
+        mine, theirs = (np.asarray(one._arrays.index).view(np.uint64) for one in (self, other))
+        found, num_found = list[np.ndarray](), 0
+        for some in slices(self.num_buckets, _BUCKETS_COMPARED):
+            differs = np.bitwise_or.reduce(mine[some] ^ theirs[some], axis=1) != 0
+            found.append((np.flatnonzero(differs) + some.start).astype(np.uint32))
+            num_found += len(found[-1])
+            if num_found > most:
+                return None
+        return np.concatenate(found)
+
     def copy(self) -> "RowMap":
         other = copy.copy(self)
         other._arrays = jax.device_put(self._arrays, host_device(), may_alias=False)
@@ -217,4 +248,5 @@ def find_or_insert(arrays: Arrays, words: Array, ids: Array) -> tuple[Arrays, Ar
 _find = jax.jit(kernels.find)
 _place = jax.jit(find_or_insert, donate_argnums=0)
 _remove = jax.jit(release, donate_argnums=0)
+_set_buckets = jax.jit(lambda index, numbers, lines: index.at[numbers].set(lines, mode="drop"), donate_argnums=0)
 _rebuild = jax.jit(kernels.rebuild, static_argnums=2, donate_argnums=0)

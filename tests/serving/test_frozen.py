@@ -123,6 +123,36 @@ def test_an_index_that_was_given_out_stays():
     assert np.asarray(counters).shape == (len(jaxsok.types.COUNTERS),)
 
 
+@pytest.mark.parametrize("num_changed", [0, 1, 30, 300, 2000])
+def test_the_index_of_the_next_version(num_changed, monkeypatch):
+    """The next index on a device equals the map's, whether changed buckets or all of them are sent; the old one stays.
+
+    Few changes send few buckets, and a map of another size or salt all of them.
+    """
+    monkeypatch.setattr(row_map, "BUCKETS_AT_A_TIME", 20)
+    old, rng = RowMap(num_tables=2, capacity=3000), np.random.default_rng(num_changed)
+    held = rng.choice(10**6, 2500, replace=False).astype(np.uint64)
+    for table, some in enumerate((held[:1500], held[1500:])):
+        old.place(table, some)
+    index, _ = old.index(jax.devices()[0])
+    before, new = np.array(index), old.copy()
+    new.remove(0, held[:num_changed])
+    new.place(1, np.arange(10**6, 10**6 + num_changed, dtype=np.uint64))
+    wanted = [np.array(array) for array in new.index(jax.devices()[0])]
+    sent, index_of = [], RowMap.index
+    monkeypatch.setattr(RowMap, "index", lambda *arguments: (sent.append("all"), index_of(*arguments))[1])
+    monkeypatch.setattr(
+        row_map, "_set_buckets", lambda *a, real=row_map._set_buckets: (sent.append("some"), real(*a))[1]
+    )
+    for found, words in zip(new.next_index(old, index), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(found), words)
+    np.testing.assert_array_equal(np.asarray(index), before)
+    num_different = (before != wanted[0]).any(axis=1).sum()
+    assert sent == (["some"] * -(-num_different // 20) if num_different <= len(before) // 4 else ["all"])
+    for other in (RowMap(num_tables=2, capacity=3000), RowMap(num_tables=2, capacity=5000)):
+        np.testing.assert_array_equal(np.asarray(other.next_index(old, index)[0]), np.asarray(index_of(other, None)[0]))
+
+
 # Frozen tables -------------------------------------------------------------------------------------------------------
 
 

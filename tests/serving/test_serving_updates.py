@@ -420,7 +420,7 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, tier, 
         name = step.split()[-1]
         with monkeypatch.context() as patch:
             if name == "index":
-                patch.setattr(versions.RowMap, "index", failing(versions.RowMap.index))
+                patch.setattr(versions.RowMap, "next_index", failing(versions.RowMap.next_index))
             elif name == "prepare":
                 model = session._models["dlrm"].reader
                 patch.setattr(model, "prepare", failing(model.prepare))

@@ -24,6 +24,7 @@ from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.cache.stores import Batch, DeviceStores
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
+from jaxsok.shards import view_on_host
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, PADDING_KEY
 
@@ -134,11 +135,13 @@ class DeviceCache:
         request = Request(self._spec, keys, self._compiled.choose_sizes)
         found, fetched = self._ask(request, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
-        of_store = {s: np.asarray(found.out.rows[s][0]) for s in {part.store for part in request.parts}}
+        of_store = {
+            s: view_on_host(found.out.rows[s][0], may_write=True) for s in {part.store for part in request.parts}
+        }
         for part in request.parts:
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
-                lines = fetched[part.name].put_into(lines, np.asarray(found.out.inverse[part.store])[part.lines])
+                lines = fetched[part.name].put_into(lines, view_on_host(found.out.inverse[part.store])[part.lines])
             rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
         return CachedRows(rows, found.snapshot.version, found.hit_rates)
 

@@ -76,23 +76,31 @@ def empty_store(num_tables: int, capacity: int, salt: Any, rows: Array, numbers:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def query(
     layout: Layout,
     is_expanded: bool,
+    is_pinned: bool,
     statistics: tuple[tuple[Array, ...], ...],
     stores: tuple[tuple[Array, Array, tuple[Array, ...]], ...],
     batches: tuple[tuple[Array, Array], ...],
     clock: Array,
     salt: Array,
 ) -> tuple[tuple[tuple[Array, ...], ...], Queried]:
-    """Makes keys distinct, asks the cache, and gives each position its row: steps 1, 2 and 5 of a lookup."""
+    """Makes keys distinct, asks the cache, and gives each position its row: steps 1, 2 and 5 of a lookup.
+
+    If `is_pinned`, it writes what the host reads to pinned host memory, at the rate of the link, for `view_on_host`.
+    """
     done = [
         _query_store(*arguments, is_expanded, clock, salt)
         for arguments in zip(layout, statistics, stores, batches, strict=True)
     ]
     new_statistics, rows, records, row_ids, inverse, indices, counts = zip(*done, strict=True)
-    return new_statistics, Queried(rows, records, row_ids, inverse, indices, jnp.concatenate(counts))
+    found = {"records": records, "row_ids": row_ids, "inverse": inverse, "counts": jnp.concatenate(counts)}
+    found |= {"rows": rows} if is_expanded else {}
+    if is_pinned:
+        found = jax.device_put(found, jax.memory.Space.Host)
+    return new_statistics, Queried(**{"rows": rows, "indices": indices, **found})
 
 
 def _query_store(
@@ -217,6 +225,8 @@ class CompiledPrograms:
         self._spec, self._layout = spec, layout
         self._forms = Form(tuple(stores)).tree
         self._place = self._forms[0].index.sharding
+        (device,) = stores[0].index.devices()
+        self.is_pinned = device.platform != "cpu"  # of the results of queries for the host
         self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
         self.background = self._ready.background
         self.query_sizes: set[Sizes] = set()  # for which the query of `lookup` is compiled; only grows
@@ -239,7 +249,7 @@ class CompiledPrograms:
             statistics = tuple(form.statistics for form in self._forms)
             stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
             batches = tuple(map(self._keys, *sizes))
-            return self._layout, of, statistics, stores, batches, np.uint32(0), np.zeros(2, np.uint32)
+            return self._layout, of, self.is_pinned, statistics, stores, batches, np.uint32(0), np.zeros(2, np.uint32)
         form = self._forms[of]
         match name, sizes:
             case "insert", (must_leave, size):

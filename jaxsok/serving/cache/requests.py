@@ -18,6 +18,7 @@ from jaxsok.serving.errors import refusals, require_mapping
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Background
+from jaxsok.shards import view_on_host
 from jaxsok.types import NO_ROW, PADDING_KEY
 
 _log = logging.getLogger("jaxsok.serving")
@@ -83,9 +84,7 @@ class Found:
             if not num_missed:
                 continue
             if s not in records:
-                for array in (out.records[s], out.row_ids[s]):
-                    array.copy_to_host_async()
-                lines, row_ids = np.asarray(out.records[s]), np.asarray(out.row_ids[s])
+                lines, row_ids = view_on_host(out.records[s]), view_on_host(out.row_ids[s])
                 keys = keys_lib.from_words(lines[:, :2])
                 places = np.flatnonzero((row_ids == NO_ROW) & (keys != np.uint64(PADDING_KEY)))
                 records[s] = places, keys[places], lines[places, 2]
@@ -102,7 +101,7 @@ class Fetched:
     rows: Lines
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """Puts these rows, as float32, among the rows of positions."""
+        """Puts these rows, as float32, among the rows of positions: into a copy, where `lines` cannot be written."""
         if not len(self.places):
             return lines
         last = inverse.max(initial=0, where=inverse != NO_ROW)
@@ -110,7 +109,7 @@ class Fetched:
         slots[self.places] = np.arange(len(self.places))
         slot = slots[np.minimum(inverse, np.uint32(len(slots) - 1)).astype(np.int64)]
         rows = self.rows[0] if len(self.rows) == 1 else quantize.dequantize_rows(*self.rows)
-        lines = np.array(lines)
+        lines = lines if lines.flags.writeable else np.array(lines)
         lines[slot >= 0] = rows[slot[slot >= 0]]
         return lines
 

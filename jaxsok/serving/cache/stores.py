@@ -19,6 +19,7 @@ from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
 from jaxsok.serving.padding import NO_KEYS, fill_up, key_words, padded_size
 from jaxsok.serving.row_map import draw_salt
+from jaxsok.shards import view_on_host
 from jaxsok.types import NO_ROW
 
 _LAST_TICK = 2**32 - 2
@@ -97,6 +98,7 @@ class DeviceStores:
                 statistics, out = programs.query(
                     self.layout,
                     is_expanded,
+                    self.compiled.is_pinned,
                     tuple(store.statistics for store in self.arrays),
                     tuple((store.index, store.counters, store.slabs) for store in self.arrays),
                     operands,
@@ -108,7 +110,7 @@ class DeviceStores:
                     for store, new in zip(self.arrays, statistics, strict=True)
                 )
                 snapshot = self._snapshot()
-            counts = np.asarray(out.counts)
+            counts = view_on_host(out.counts)
             if not counts[:, 2].any():
                 return out, counts, snapshot
             self._salt = draw_salt()

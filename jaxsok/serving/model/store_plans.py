@@ -20,7 +20,7 @@ from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import NO_ROW
 
-PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
+PIECE_BYTES = 4 * 2**20  # rows cross to the device in such pieces: lookups wait for a copy that is under way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ class StorePlan:
             store = dataclasses.replace(store, rows=rows, scales=tuple(scales))
             for row_ids, lines in self.lines():
                 store = write_lines(store, row_ids, lines)
-        index, counters = self.row_map.index(device)
+        index, counters = self.row_map.next_index(self.part.maps[self.store], self.old.index)
         return dataclasses.replace(store, index=index, counters=counters)
 
     def _copy(self, array: Array) -> Array:
