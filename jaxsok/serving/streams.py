@@ -6,6 +6,7 @@ all chunks, so what a publisher that died has left is never read, and expires. E
 last delivered entry is the last version that its tables hold. The braces keep all of it on one node of a cluster.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -15,10 +16,12 @@ import logging
 import os
 import pathlib
 import secrets
+import shutil
 import tempfile
+import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxsok import checks
@@ -41,6 +44,7 @@ UNFINISHED_S = 600  # for which Redis keeps chunks without an entry
 BATCH_BYTES = 2 * 2**30  # versions up to this many bytes are applied as one version
 TIMEOUT_S = 5.0  # for an answer of Redis
 WAIT_S = 0.5  # for the next version; `stop` waits as long
+WAIT_AHEAD_S = 0.05  # the same while versions are applied, whose end waits as long
 RETRY_S = 1.0  # after a failure
 
 _UUID = text(r"[0-9a-f]{32}", "the uuid of an export")
@@ -241,10 +245,15 @@ class Publisher:
         self._stream.close()
 
 
+class _Gone(ServingError):
+    """Redis no longer has the files of a version."""
+
+
 class Follower(Repeated):
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
-    It goes on from what the tables hold, so a server that was opened again replays what it lacks.
+    It goes on from what the tables hold, so a server that was opened again replays what it lacks. While it applies
+    versions, another thread fetches the files of those that come.
     """
 
     def __init__(self, source: UpdateSource, model: str, served: Any) -> None:
@@ -255,6 +264,9 @@ class Follower(Repeated):
         self._position = "0-0"  # the last version that the tables hold
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
+        # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-stream-")
+        self._fetched: dict[str, pathlib.Path] = {}
 
     def start(self) -> None:
         """Applies what is there, then starts the thread; after a failure the tables are served as they are."""
@@ -266,6 +278,7 @@ class Follower(Repeated):
         has_ended = super().close(until)
         if has_ended:
             self._stream.close()
+            self._folder.cleanup()
         return has_ended
 
     def stats(self) -> dict[str, Any]:
@@ -302,6 +315,7 @@ class Follower(Repeated):
         done = max((number for number, entry in enumerate(pending, 1) if entry.uuid in held), default=0)
         first = max([done, *(number for number, entry in enumerate(pending) if not entry.base)])  # the last full export
         self._pending = pending[first:]
+        self._forget(self._fetched.keys() - {entry.uuid for entry in self._pending})
         if first:
             self._position = pending[first - 1].id
         is_lost = bool(self._pending and self._pending[0].base) and self._pending[0].base not in held
@@ -318,20 +332,66 @@ class Follower(Repeated):
             return 0
         sizes = itertools.accumulate(entry.num_bytes for entry in self._pending)
         most = 1 if self._is_careful else max(1, sum(size <= BATCH_BYTES for size in sizes))
-        batch = self._pending[:most]
+        num_fetched = sum(1 for _ in itertools.takewhile(lambda entry: entry.uuid in self._fetched, self._pending))
+        batch = self._pending[: min(most, num_fetched or most)]  # others are fetched while these are applied
         self._is_careful = True  # if they are refused together, the next attempt takes the first alone
-        with tempfile.TemporaryDirectory(prefix="jaxsok-stream-") as folder:
-            self._served.update([self._fetch(entry, pathlib.Path(folder)) for entry in batch], None, "auto")
+        try:
+            for entry in batch:
+                self._fetch(entry)
+        except _Gone:
+            self._position, self._pending = "0-0", []  # what is there now is read again
+            raise
+        try:
+            with self._fetching(after=batch[-1].id):
+                self._served.update([self._fetched[entry.uuid] for entry in batch], None, "auto")
+        finally:
+            self._forget([entry.uuid for entry in batch])  # what is refused is fetched again
         self._is_careful, self._delay_s = False, batch[0].age_s
-        self._position, self._pending = batch[-1].id, self._pending[most:]
+        self._position, self._pending = batch[-1].id, self._pending[len(batch) :]
         self._stream.note(self._consumer, self._position)
-        return most
+        return len(batch)
 
-    def _fetch(self, entry: _Entry, folder: pathlib.Path) -> pathlib.Path:
+    @contextlib.contextmanager
+    def _fetching(self, after: str) -> Iterator[None]:
+        """Fetches versions behind an entry until the caller is done, `BATCH_BYTES` of them at most.
+
+        What fails is left for `look`, which tries it again in its turn.
+        """
+        is_over = threading.Event()
+
+        def run() -> None:
+            at, num_bytes = after, 0
+            while not is_over.is_set():
+                for entry in self._stream.entries(at, WAIT_AHEAD_S):
+                    num_bytes += entry.num_bytes
+                    if is_over.is_set() or num_bytes > BATCH_BYTES:
+                        return
+                    self._fetch(entry)
+                    at = entry.id
+
+        with concurrent.futures.ThreadPoolExecutor(1, "jaxsok-fetch") as thread:
+            thread.submit(run)
+            try:
+                yield
+            finally:
+                is_over.set()
+
+    def _forget(self, uuids: Iterable[str]) -> None:
+        """Removes the files of versions."""
+        for uuid in uuids:
+            path = self._fetched.pop(uuid)
+            if path.parent == pathlib.Path(self._folder.name):
+                shutil.rmtree(path)
+
+    def _fetch(self, entry: _Entry) -> None:
         """Writes the files of a version into a folder; their checksums are those of the manifest."""
+        if entry.uuid in self._fetched:
+            return
         if entry.path is not None:
-            return pathlib.Path(entry.path)
-        path = folder / entry.uuid
+            self._fetched[entry.uuid] = pathlib.Path(entry.path)
+            return
+        path = pathlib.Path(self._folder.name) / entry.uuid
+        shutil.rmtree(path, ignore_errors=True)  # of an attempt that failed
         path.mkdir()
         payload = entry.payload
         chunks = (self._stream.call(lambda client, i=i: client.lindex(payload, i)) for i in itertools.count())
@@ -340,13 +400,12 @@ class Follower(Repeated):
                 while (rest := size - file.tell()) > 0:
                     chunk = next(chunks)
                     if chunk is None or len(chunk) > rest:
-                        self._position, self._pending = "0-0", []  # what is there now is read again
-                        raise ServingError(
+                        raise _Gone(
                             f'follow: version {entry.uuid}: file "{name}": got {len(chunk or b"")} bytes, wanted the '
                             f"last {rest}; it was trimmed meanwhile, or Redis has lost it."
                         )
                     file.write(chunk)
-        return path
+        self._fetched[entry.uuid] = path
 
 
 def _push(payload: str, chunk: bytes, client: Any) -> None:

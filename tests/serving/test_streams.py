@@ -364,6 +364,42 @@ def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
         assert serves(session, training)
 
 
+def test_versions_are_fetched_while_others_are_applied(url, server, tmp_path, monkeypatch):
+    """Files of versions that come during an update are there at its end; then they go, whether applied or refused."""
+    training = Training(tmp_path, url)
+    with serve(url, training) as session:
+        follower, is_begun, go = session._followers["dlrm"], threading.Event(), threading.Event()
+        update, folder = follower._served.update, pathlib.Path(follower._folder.name)
+
+        def wait(*args):
+            is_begun.set()
+            assert go.wait(30)
+            update(*args)
+
+        monkeypatch.setattr(follower._served, "update", wait)
+        training.publish()
+        assert is_begun.wait(30)
+        training.publish(keys=[1, 35], erased=[20])
+        training.publish(keys=[35])
+        wait_until(lambda: len(follower._fetched) == 3)
+        server.client.delete(*server.client.keys("jaxsok:{dlrm}:*"))  # the files are not read again
+        go.set()
+        wait_until(lambda: serves(session, training))
+        assert session.stats()["version"] <= 3, "the two that were fetched became one version"
+        wait_until(lambda: not list(folder.iterdir()))
+
+        def refuse(*_):
+            raise ServingError("injected")
+
+        monkeypatch.setattr(follower._served, "update", refuse)
+        training.publish(keys=[4])
+        wait_until(lambda: not session.stats()["is_following"])
+        monkeypatch.setattr(follower._served, "update", update)
+        wait_until(lambda: serves(session, training))
+    assert not folder.exists()
+    training.publisher.close()
+
+
 def test_metrics_and_configuration(url, tmp_path):
     training = Training(tmp_path, url)
     given = config(url, training)
