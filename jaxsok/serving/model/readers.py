@@ -143,7 +143,7 @@ class DeviceRows(_Programs):
         def finish() -> Found:
             values, total = {}, np.zeros((len(self._names), len(_HITS_AND_MISSING)), np.int64)
             for arrays, program in zip(calls, programs, strict=True):
-                rows, counts = _split_results(arrays, [size * self._dims[name] for name, size in program])
+                rows, counts = split_results(arrays, [size * self._dims[name] for name, size in program])
                 for (name, _), mine in zip(program, rows, strict=True):
                     if name in keys:
                         array, dim = keys[name], self._dims[name]
@@ -483,7 +483,7 @@ def look_up_words(
     return jax.device_put(arrays, jax.memory.Space.Host) if is_pinned else arrays
 
 
-def _split_results(arrays: Sequence[Array], sizes: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+def split_results(arrays: Sequence[Array], sizes: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
     """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts."""
     *rows, counts = (view_on_host(array).reshape(-1) for array in arrays)
     if not rows:
