@@ -31,11 +31,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import Records
+from jaxsok.kernels.reader import Reader
 from jaxsok.serving.backing import HostRows
 from jaxsok.serving.cache import DeviceCache
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, SizedRecords, freeze_records
+from jaxsok.serving.frozen import (
+    SEED,
+    FrozenSpec,
+    FrozenStore,
+    FrozenTable,
+    FrozenTables,
+    SizedRecords,
+    freeze_records,
+    stores_of,
+)
 from jaxsok.serving.fused import LookupInput, lookup
-from jaxsok.serving.model.readers import look_up_words, split_results
 from jaxsok.serving.row_map import RowMap, host_device
 
 from . import limits, records, workloads
@@ -223,13 +232,18 @@ class _Run:
 
     def from_host(self, tables: FrozenTables, hit_rate: float, to_host: bool) -> None:
         """Measures lookups in tables some of whose rows lie in host memory."""
-        num_on_device = tables.stores[0].rows.shape[0]
+        num_on_device, (device,) = tables.stores[0].rows.shape[0], tables.stores[0].rows.devices()
+        words, seed = jax.device_put((tables.spec.words, SEED), device)
+        reader, stores = Reader(device), stores_of(tables, words, seed)
         ms, num_hits, begin = [], 0, time.perf_counter()
         for number in range(5 + (QUICK_LOOKUPS if self.is_quick else LOOKUPS)):
             ids = self.ids.take(self.num_keys, hit_rate)
-            words = keys_of(ids).view(np.uint32).reshape(-1, 2)
+            keys = keys_of(ids)
             start = time.perf_counter()
-            got = self._read(tables, words) if to_host else jax.block_until_ready(_look_up(tables, words))
+            if to_host:
+                (got,), _ = reader.begin(stores, [(0, 0)], [keys], waits=True).result()
+            else:
+                got = jax.block_until_ready(_look_up(tables, keys.view(np.uint32).reshape(-1, 2)))
             took = (time.perf_counter() - start) * 1e3
             if number == 0 and not np.array_equal(np.asarray(got), self.filled.rows[ids]):
                 raise RuntimeError("bench_cache: a lookup gave other rows than those of its keys.")
@@ -245,13 +259,6 @@ class _Run:
         if not to_host:
             notes["on_device_ms"] = self._in_a_row(tables, hit_rate)
         self._add("jaxsok", ms, hit_rate, to_host, limit_ms, what=records.FROM_HOST, **notes)
-
-    def _read(self, tables: FrozenTables, words: np.ndarray) -> np.ndarray:
-        """Looks up rows for the host, by the program of a session."""
-        is_pinned = next(iter(tables.stores[0].rows.devices())).platform != "cpu"
-        arrays = look_up_words(tables, words, ((TABLE, len(words)),), is_pinned)
-        (rows,), _ = split_results(arrays, [len(words) * CACHE_DIM])
-        return rows.reshape(-1, CACHE_DIM)
 
     def _in_a_row(self, tables: FrozenTables, hit_rate: float) -> float:
         """Returns the time of one of many lookups in a row, whose keys are on the device already."""

@@ -9,6 +9,15 @@
 
 namespace jaxsok {
 
+/// A lookup for the host that has begun.
+class Running {
+ public:
+  /// Waits until nothing reads or writes the memory of the lookup any more.
+  virtual ~Running() = default;
+  /// Waits until the embeddings and counts are written. Throws Error.
+  virtual void Wait() = 0;
+};
+
 class Device {
  public:
   static constexpr bool kIsHost =
@@ -31,6 +40,13 @@ class Device {
   /// Looks up batches. The features of the batches are in host memory, all other arrays where the device reads them.
   /// Any thread may call it. Throws Error.
   virtual void Run(void* stream, FrozenLookup* lookups, int32_t num_lookups) const = 0;
+
+  /// Returns memory of the host that this device and all others read and write. Throws Error.
+  virtual void* NewHostMemory(size_t num_bytes) const = 0;
+  virtual void DeleteHostMemory(void* memory) const = 0;
+  /// Begins to look up batches for the host: all of their arrays, and the counts of LaunchLookupFrozen, are in memory of
+  /// NewHostMemory; the words of features are one array. Any thread may call it. Throws Error.
+  virtual std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) = 0;
 };
 
 }  // namespace jaxsok

@@ -1,4 +1,10 @@
+#include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "../kernels/index_cpu.h"
 #include "device.h"
@@ -15,6 +21,29 @@ class CallingThread final : public Executor {
   void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
     for (int64_t i = 0; i < num_tasks; ++i) task(i);
   }
+};
+
+/// An executor with threads of its own, for lookups that are worth the time to start them.
+class OwnThreads final : public Executor {
+ public:
+  explicit OwnThreads(int num_threads) : num_threads_(num_threads) {}
+  int num_threads() const override { return num_threads_; }
+  void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+      for (int64_t i = next++; i < num_tasks; i = next++) task(i);
+    };
+    std::vector<std::thread> threads;
+    try {
+      for (int64_t t = 1; t < std::min<int64_t>(num_threads_, num_tasks); ++t) threads.emplace_back(work);
+    } catch (const std::system_error&) {  // no more threads: those that there are do the work
+    }
+    work();
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  int num_threads_;
 };
 
 /// Prefetches the rows of features with few keys, all features at once.
@@ -55,16 +84,49 @@ void FetchRows(const FrozenLookup& lookup) {
   fetch();
 }
 
+/// A lookup that has ended.
+class Done final : public Running {
+ public:
+  void Wait() override {}
+};
+
 class Host final : public Device {
  public:
   const void* Place(const void* data, size_t) override { return data; }
 
   void Run(void*, FrozenLookup* lookups, int32_t num_lookups) const override {
+    CallingThread thread;
+    LookUp(&thread, lookups, num_lookups, nullptr);
+  }
+
+  void* NewHostMemory(size_t num_bytes) const override {
+    return ::operator new(num_bytes, std::align_val_t{kAlignment});
+  }
+  void DeleteHostMemory(void* memory) const override { ::operator delete(memory, std::align_val_t{kAlignment}); }
+
+  std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) override {
+    int64_t num_bytes = 0;
+    for (int32_t s = 0; s < num_lookups; ++s) num_bytes += lookups[s].batch.num_keys * lookups[s].store.dim * 4;
+    const auto num_threads = std::min<int64_t>(num_bytes / kBytesOfThread, std::thread::hardware_concurrency());
+    if (num_threads > 1) {
+      OwnThreads threads(static_cast<int>(num_threads));
+      LookUp(&threads, lookups, num_lookups, counts);
+    } else {
+      CallingThread thread;
+      LookUp(&thread, lookups, num_lookups, counts);
+    }
+    return std::make_unique<Done>();
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  static constexpr int64_t kBytesOfThread = 1 << 20;  // of embeddings that are worth starting a thread
+
+  static void LookUp(Executor* executor, FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) {
     for (int32_t s = 0; s < num_lookups; ++s) {
       if (lookups[s].batch.num_features > 1) FetchRows(lookups[s]);
     }
-    CallingThread thread;
-    const LaunchError error = LaunchLookupFrozen(&thread, lookups, num_lookups, nullptr);
+    const LaunchError error = LaunchLookupFrozen(executor, lookups, num_lookups, counts);
     if (error == nullptr) return;
     if (std::strcmp(error, kIndexIsDamaged) != 0) Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_lookup: ", error);
     Refuse(JAXSOK_BAD_INDEX,

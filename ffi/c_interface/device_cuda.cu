@@ -1,6 +1,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -49,6 +53,93 @@ class CurrentDevice {
   cudaError_t error_;
 };
 
+__global__ void CopyWordsKernel(const int32_t* from, int32_t* to, int num_words) {
+  for (int i = threadIdx.x; i < num_words; i += blockDim.x) to[i] = from[i];
+}
+
+/// A stream for one lookup at a time, with memory for the words of its features and its counts.
+class Lane {
+ public:
+  Lane() {
+    Require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), kOp, "a stream");
+    Require(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), kOp, "an event");
+  }
+  ~Lane() {
+    if (stream_ != nullptr) cudaStreamSynchronize(stream_);
+    cudaFree(memory_);
+    if (event_ != nullptr) cudaEventDestroy(event_);
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  void Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) {
+    const int32_t* words = lookups[0].batch.features;
+    int64_t num_words = 0, num_counts = 0;
+    for (int32_t s = 0; s < num_lookups; ++s) {
+      num_words += int64_t{lookups[s].batch.num_features} * kNumFeatureWords;
+      num_counts += int64_t{lookups[s].store.num_tables} * kNumCounts;
+    }
+    if (num_words + num_counts > size_) {
+      cudaFree(memory_);
+      memory_ = nullptr;
+      size_ = 2 * (num_words + num_counts);
+      Require(cudaMalloc(&memory_, static_cast<size_t>(size_) * sizeof(int32_t)), kOp, "memory for words and counts");
+    }
+    CopyWordsKernel<<<1, 256, 0, stream_>>>(words, memory_, static_cast<int>(num_words));
+    for (int32_t s = 0; s < num_lookups; ++s) {
+      lookups[s].batch.features = memory_ + (lookups[s].batch.features - words);
+    }
+    int32_t* counted = memory_ + num_words;
+    const LaunchError error = LaunchLookupFrozen(stream_, lookups, num_lookups, counted);
+    if (error != nullptr) Refuse(JAXSOK_DEVICE_FAILED, kOp, ": got \"", error, "\", wanted to launch it.");
+    const size_t num_bytes = static_cast<size_t>(num_counts) * sizeof(int32_t);
+    Require(cudaMemcpyAsync(counts, counted, num_bytes, cudaMemcpyDeviceToHost, stream_), kOp, "to copy the counts");
+    Require(cudaEventRecord(event_, stream_), kOp, "to record its end");
+  }
+
+  /// Waits for the lookup: awake at first, since a thread that sleeps comes back tens of microseconds late.
+  void Wait() {
+    const auto patience = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+    cudaError_t error = cudaErrorNotReady;
+    while (error == cudaErrorNotReady && std::chrono::steady_clock::now() < patience) error = cudaEventQuery(event_);
+    if (error == cudaErrorNotReady) error = cudaEventSynchronize(event_);
+    Require(error, kOp, "an answer");
+  }
+
+ private:
+  static constexpr char kOp[] = "lookup";
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t event_ = nullptr;
+  int32_t* memory_ = nullptr;
+  int64_t size_ = 0;  // int32 of it
+};
+
+/// Lanes that no lookup uses.
+struct FreeLanes {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Lane>> lanes;
+};
+
+class OnLane final : public Running {
+ public:
+  OnLane(std::unique_ptr<Lane> lane, FreeLanes& free) : lane_(std::move(lane)), free_(free) {}
+  ~OnLane() override {
+    if (lane_ == nullptr || !is_done_) return;  // a lane that failed, or is still busy, waits for its stream and goes
+    std::lock_guard<std::mutex> lock(free_.mutex);
+    free_.lanes.push_back(std::move(lane_));
+  }
+  void Wait() override {
+    lane_->Wait();
+    is_done_ = true;
+  }
+
+ private:
+  std::unique_ptr<Lane> lane_;
+  FreeLanes& free_;
+  bool is_done_ = false;
+};
+
 class Gpu final : public Device {
  public:
   explicit Gpu(int ordinal) : ordinal_(ordinal) {
@@ -66,6 +157,7 @@ class Gpu final : public Device {
   ~Gpu() override {
     CurrentDevice current(ordinal_);
     cudaDeviceSynchronize();
+    free_.lanes.clear();
     for (void* array : placed_) cudaFree(array);
     if (pool_ != nullptr) cudaMemPoolDestroy(pool_);
   }
@@ -113,8 +205,38 @@ class Gpu final : public Device {
     Require(freed, kOp, "to release the words of features");
   }
 
+  void* NewHostMemory(size_t num_bytes) const override {
+    CurrentDevice current(ordinal_);
+    void* memory = nullptr;
+    Require(cudaHostAlloc(&memory, num_bytes, cudaHostAllocPortable | cudaHostAllocMapped), "lookup",
+            "memory of the host that the driver pins; keep fewer answers");
+    return memory;
+  }
+
+  void DeleteHostMemory(void* memory) const override {
+    CurrentDevice current(ordinal_);
+    cudaFreeHost(memory);
+  }
+
+  std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) override {
+    CurrentDevice current(ordinal_);
+    Require(current.error(), "lookup", "the GPU of the tables");
+    std::unique_ptr<Lane> lane;
+    {
+      std::lock_guard<std::mutex> lock(free_.mutex);
+      if (!free_.lanes.empty()) {
+        lane = std::move(free_.lanes.back());
+        free_.lanes.pop_back();
+      }
+    }
+    if (lane == nullptr) lane = std::make_unique<Lane>();
+    lane->Begin(lookups, num_lookups, counts);
+    return std::make_unique<OnLane>(std::move(lane), free_);
+  }
+
  private:
   int ordinal_;
+  FreeLanes free_;
   cudaMemPool_t pool_ = nullptr;
   std::vector<void*> placed_;
 };

@@ -74,6 +74,11 @@ def _load(back_end: str) -> ctypes.CDLL:
         ("JaxsokWindowSettle", None, ctypes.c_int32, ctypes.c_int32),
         ("JaxsokHostMemoryNew", ctypes.c_char_p, ctypes.c_int32, *[ctypes.c_int64] * 2, ctypes.c_void_p),
         ("JaxsokHostMemoryDelete", None, ctypes.c_void_p),
+        ("JaxsokReaderOpen", ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p),
+        ("JaxsokReaderClose", None, ctypes.c_void_p),
+        ("JaxsokReaderBegin", ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p),
+        ("JaxsokReaderLookup", ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p),
+        ("JaxsokReaderWait", ctypes.c_char_p, ctypes.c_void_p),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

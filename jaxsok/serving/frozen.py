@@ -20,7 +20,7 @@ from jaxsok import checks, initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.host_slabs import bytes_of, new_host_rows
 from jaxsok.interchange.files import RecordChunks
-from jaxsok.kernels import table as kernels
+from jaxsok.kernels import reader, table as kernels
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
@@ -196,6 +196,20 @@ def require_tables(op: str, tables: Any, *, on_device: bool = False) -> None:
             f"{op}: tables: got some with rows in host memory, wanted all rows on the device; freeze them without a "
             "device_share."
         )
+
+
+def stores_of(tables: FrozenTables, words: Sequence[Array], seed: Array) -> reader.Stores:
+    """Describes tables to a `reader.Reader`, with `tables.spec.words` and `SEED` on their device; waits for all."""
+    return reader.Stores(
+        [
+            reader.FrozenArrays(
+                *(store.index, store.counters, of_store, seed, store.rows),
+                *(store.host_rows or (None,)),
+                *(store.scales or (None,)),
+            )
+            for store, of_store in zip(tables.stores, words, strict=True)
+        ]
+    )
 
 
 class RecordSource(Protocol):

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import hps
-from jaxsok.serving import folders, frozen
+from jaxsok.serving import folders
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
@@ -185,28 +185,6 @@ def test_an_update_in_place_needs_room_for_its_rows_on_the_host(trained, monkeyp
         monkeypatch.setattr(host_limits, "available_bytes", available_bytes)
         session.update(delta, in_place=True)
         check(session, after)
-
-
-def test_programs_over_host_memory_are_compiled_once(trained, tmp_path, monkeypatch):
-    """A lookup calls the program that was compiled for it, also after updates in place, as with memory of a GPU."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    made, compiled = frozen.new_host_rows, []
-    monkeypatch.setattr(frozen, "new_host_rows", lambda *given: jax.device_put(made(*given), place))
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
-    )
-    with serve(trained, **UVM) as session:
-        for number, names in enumerate((["user"], ["user", "ad"], ["item"])):  # each has a program of its own
-            keys, before = {name: np.arange(4) for name in names}, len(compiled)
-            session.lookup(keys)
-            assert len(compiled) == before + 1
-            trained.set("user", rows_of([3, 15], 4, version=number))
-            session.update(trained.delta(tmp_path / str(number), trained.path))
-            before = len(compiled)
-            session.lookup(keys)
-            assert len(compiled) == before
-            trained.path = tmp_path / str(number)
-        check(session, trained.content)
 
 
 @pytest.mark.parametrize("in_place", IN_PLACE)

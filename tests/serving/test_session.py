@@ -50,7 +50,6 @@ from jaxsok.serving.errors import (
 )
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
-from jaxsok.serving.model import readers
 from jaxsok.serving.model.served import Answer
 from jaxsok.serving.session import open
 
@@ -140,43 +139,47 @@ def test_tiers_that_hold_all_rows(folders, tier):
         assert found == ({jax.devices("cpu")[0]} if tier == {"gpucache": False} else {jax.devices()[-1]})
 
 
-def test_programs_are_few(folders):
-    """The number of programs stays small for any requests, and warmed programs are not compiled again."""
-    with open(config_of(model_of(folders, per_sample=3, max_batch_size=100))) as session:
-        levels = session._models["dlrm"].reader.sizes.levels
-        assert levels == (16, 32, 64, 100)
-        num_compiled = readers.look_up_words._cache_size()
+@pytest.mark.parametrize("options", [{}, UVM, {"gpucache": False}, {"fuse_embedding_table": False}])
+def test_lookups_compile_nothing(folders, options):
+    """A lookup runs no program of JAX, whatever its size and its tables, so no request waits for a compiler."""
+    compiled = []
+    config = config_of(model_of(folders, per_sample=3, max_batch_size=100, defaults=DEFAULTS, **options))
+    with open(config, warm_up=False) as session:
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, seconds, **_: compiled.append(event) if "compile" in event else None
+        )
         for size in (0, 1, 47, 48, 49, 190, 300):
-            keys = {name: np.arange(size) for name in DIMS}
-            np.testing.assert_array_equal(session.lookup(keys)["user"], expect(CONTENT["user"], keys["user"], 0, 4))
-        assert readers.look_up_words._cache_size() == num_compiled
+            for names in (["user"], ["item", "ad"], list(DIMS)):
+                keys = {name: np.arange(size) for name in names}
+                check(session.lookup(keys), keys)
+    assert not compiled
 
 
-@pytest.mark.parametrize(("per_sample", "num_arrays"), [(100, 1), (100_000, len(DIMS) + 1)])
-def test_small_results_are_one_array(folders, monkeypatch, per_sample, num_arrays):
-    """The rows of all tables and the counts come to the host in one copy, unless the rows are many."""
-    made, look_up = [], readers.look_up_words
-    monkeypatch.setattr(readers, "MOST_JOINED_BYTES", 4 << 20)
-    config = config_of(model_of(folders, defaults=DEFAULTS, per_sample=per_sample, max_batch_size=1))
-    with open(config, warm_up=True) as session:
-        monkeypatch.setattr(readers, "look_up_words", lambda *given: made.append(look_up(*given)) or made[-1])
+def test_lookups_are_counted(folders):
+    with open(config_of(model_of(folders, defaults=DEFAULTS, per_sample=100, max_batch_size=1))) as session:
         keys = {name: np.arange(-1, 7 + number).reshape(1, -1) for number, name in enumerate(DIMS)}
         check(session.lookup(keys), keys)
+        check(session.lookup({"ad": keys["ad"]}), {"ad": keys["ad"]})
         stats = session.stats()
-    assert [len(arrays) for arrays in made] == [num_arrays]
-    assert stats["keys"] == sum(array.size for array in keys.values()) and stats["padding"] == len(DIMS)
+    times = {"user": 1, "item": 1, "ad": 2}
+    assert stats["keys"] == sum(times[name] * array.size for name, array in keys.items())
+    assert stats["padding"] == sum(times.values())
     assert {name: table["hits"] for name, table in stats["tables"].items()} == {
-        name: np.isin(array, list(CONTENT[name])).sum() for name, array in keys.items()
+        name: times[name] * np.isin(array, list(CONTENT[name])).sum() for name, array in keys.items()
     }
 
 
-def test_sets_of_tables_are_bounded(folders, monkeypatch):
-    monkeypatch.setattr(readers, "MOST_SETS", 2)
-    with open(config_of(model_of(folders, defaults=DEFAULTS)), warm_up=False) as session:
-        for names in (["user"], ["item"], ["ad"], ["user", "ad"], ["item", "ad"]):
-            keys = {name: np.arange(10) for name in names}
-            check(session.lookup(keys), keys)
-        assert session._models["dlrm"].reader._sets == {tuple(session.models["dlrm"].tables), ("user",)}
+def test_an_answer_stays(folders):
+    """An answer is read-only, and keeps its rows during later lookups and after the session."""
+    keys = {name: np.arange(60).reshape(3, 20) for name in DIMS}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, per_sample=60)), warm_up=False) as session:
+        answers = [session.lookup(keys) for _ in range(30)]
+        for _ in range(10):
+            session.lookup({name: np.full(60, 2**40) for name in DIMS})
+    for answer in answers:
+        check(answer, keys)
+        with pytest.raises(ValueError, match="read-only"):
+            answer["user"][0] = 0
 
 
 def test_keys_of_32_bits(tmp_path):

@@ -2,44 +2,26 @@
 
 import abc
 import dataclasses
-import functools
 import itertools
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import jaxtyping
 import numpy as np
-from jaxtyping import Array
 
-from jaxsok import keys as keys_lib
+from jaxsok.kernels.reader import Reader, Stores
 from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.frozen import FrozenTables
-from jaxsok.serving.fused import LookupInput, lookup_with_counts
+from jaxsok.serving.frozen import SEED, FrozenTables, stores_of
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
 from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
 from jaxsok.serving.ready import Ready, Repeated, rest_s
-from jaxsok.shards import view_on_host
 from jaxsok.types import COUNTS, PADDING_KEY
 
-LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
-# Sets of tables with programs of their own. Another request looks up all tables of its model, or, where that makes too
-# many rows, each of its own by itself.
-MOST_SETS = 16
-# Rows that a program may bring to the host beyond those of the request, in bytes: about as long as one program more.
-MOST_EXTRA_BYTES = 8 << 20
-# A program makes one array of its results up to so many bytes of rows: on an H200 a request for eight tables then takes
-# 0.3 ms less of the calling thread. For larger results the copy on the device takes memory.
-MOST_JOINED_BYTES = 64 << 20
-
-Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
-Program: TypeAlias = Lookup | Prediction
+LEAST_SAMPLES = 16  # requests to programs are padded to as many samples, or twice as many, up to `max_batch_size`
 Counts: TypeAlias = dict[str, tuple[int, ...]]  # keys by table, and of them hits, missing (0: a cache counts), padding
 Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
 ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
@@ -51,14 +33,16 @@ _log = logging.getLogger(__name__)
 class _Programs(abc.ABC):
     """A reader's programs, which are compiled for each version before it is read."""
 
-    ready: Ready[Program]
+    ready: Ready[Prediction]
     is_warmed_up = False
     caches: "Sequence[CachedRows]" = ()
 
     @abc.abstractmethod
     def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
     @abc.abstractmethod
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...  # compiled before requests come
+    def first_programs(
+        self, served: artifact.ServedModel | None
+    ) -> list[Prediction]: ...  # compiled before requests come
 
     def prepare(self, old: Version, new: Version) -> None:
         """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
@@ -69,7 +53,7 @@ class _Programs(abc.ABC):
         wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
         for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
-                if not isinstance(program, Prediction) or program.fits(new.served):
+                if program.fits(new.served):
                     self.ready.make(place, program)
             wanted = self.ready.list_used()
 
@@ -88,11 +72,8 @@ class _Sizes:
         self.sets = [tuple(names)] if config.is_fused else [(name,) for name in names]
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
 
-    def lookup(self, names: Sequence[str], level: int) -> Lookup:
-        return tuple((name, level * self.per_sample[name]) for name in names)
-
-    def first_lookups(self) -> list[Lookup]:
-        return [self.lookup(names, level) for level in self.levels for names in self.sets]
+    def first_lookups(self) -> list[dict[str, int]]:
+        return [{name: level * self.per_sample[name] for name in names} for level in self.levels for names in self.sets]
 
     def padding(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields a request of padding in all tables for each level."""
@@ -101,92 +82,74 @@ class _Sizes:
 
 
 class DeviceRows(_Programs):
-    """Reads the rows of one device, or of the host: a part of each version, by its number."""
+    """Reads the rows of one device, or of the host: a part of each version, by its number.
+
+    Lookups run no program of JAX, which would take their thread several times as long (decision 0033).
+    """
 
     def __init__(self, config: ModelConfig, versions: Versions, part: int = 0) -> None:
-        self._config, self._versions, self._names = config, versions, tuple(versions.current.tables.tables)
-        self._part = part
-        self.sizes = _Sizes(config, self._names)
-        self.ready: Ready[Program] = Ready(self._compile)
-        self._dims = {table.name: table.dim for table in config.tables}
-        (device,) = jax.tree.leaves(self._tables(versions.current))[0].devices()
-        self._is_pinned = device.platform != "cpu"
-        self._sets_lock = threading.Lock()
-        # Sets of tables with programs of their own, MOST_SETS at most: read and changed under `_sets_lock`.
-        self._sets = {self._names}
+        self._config, self.versions, self._part = config, versions, part
+        tables = self._tables(versions.current)
+        self.sizes = _Sizes(config, tuple(tables.tables))
+        self.ready: Ready[Prediction] = Ready(self._compile)
+        (device,) = jax.tree.leaves(tables)[0].devices()
+        self._reader, self._places = Reader(device), tables.spec.places
+        self._words, self._seed = jax.device_put((tables.spec.words, SEED), device)
+        self._stores = self._describe(versions.current)
 
     @property
     def num_bytes(self) -> int:
-        return self._tables(self._versions.current).num_bytes
+        return self._tables(self.versions.current).num_bytes
 
     def _tables(self, version: Version) -> FrozenTables:
         return version.parts[self._part].tables
 
+    def _describe(self, version: Version) -> tuple[Version, Stores]:
+        return version, stores_of(self._tables(version), self._words, self._seed)
+
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        return self.dispatch(keys)[1]()
+        sets = [keys] if self._config.is_fused else [{name: array} for name, array in keys.items()]
+        with self.versions.reading() as version:
+            found = [self.begin(version, mine, waits=True)() for mine in sets]
+        values, counts = dict[str, np.ndarray](), dict[str, tuple[int, ...]]()
+        for rows_of_set, counts_of_set in found:
+            values |= rows_of_set
+            counts |= counts_of_set
+        return {name: values[name] for name in keys}, version.number, counts
 
-    def dispatch(self, keys: Mapping[str, np.ndarray]) -> tuple[int, Callable[[], Found]]:
-        """Begins a lookup; gives its version, and a function that waits for the rows."""
-        num_keys = {name: array.size for name, array in keys.items()}
-        while True:
-            place = self.place_of(self._versions.current)
-            programs = self._programs(place, num_keys)  # compiled here: not while an update waits for its readers
-            words = [_join_words(keys, program) for program in programs]
-            with self._versions.reading() as version:
-                if self.place_of(version) == place:
-                    pairs = zip(words, programs, strict=True)
-                    tables = self._tables(version)
-                    calls = [look_up_words(tables, mine, program, self._is_pinned) for mine, program in pairs]
-                    break
-        # The results of a program are the caller's: an update need not wait until they are read.
+    def begin(
+        self, version: Version, keys: Mapping[str, np.ndarray], *, waits: bool = False
+    ) -> Callable[[], tuple[dict[str, np.ndarray], Counts]]:
+        """Begins a lookup in a version that the caller is reading; gives a function that waits for rows and counts.
 
-        def finish() -> Found:
-            values, total = {}, np.zeros((len(self._names), len(_HITS_AND_MISSING)), np.int64)
-            for arrays, program in zip(calls, programs, strict=True):
-                rows, counts = split_results(arrays, [size * self._dims[name] for name, size in program])
-                for (name, _), mine in zip(program, rows, strict=True):
-                    if name in keys:
-                        array, dim = keys[name], self._dims[name]
-                        values[name] = mine[: array.size * dim].reshape(*array.shape, dim)
-                total += counts[:, _HITS_AND_MISSING]
-            values = {name: values[name] for name in keys}
-            return values, version.number, _count_keys(num_keys, dict(zip(self._names, total.tolist(), strict=True)))
-
-        return version.number, finish
-
-    def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
-        """Finds compiled programs for these numbers of keys: one program, or one for each table if they are not fused.
-
-        If only the program for all tables is compiled, it answers, and that for these tables is compiled in a thread.
-        `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
+        `waits`: it has waited already.
         """
-        names = tuple(name for name in self._names if name in num_keys)
-        samples = max(-(-num_keys[name] // self.sizes.per_sample[name]) for name in names)
-        level = next(level for level in self.sizes.levels if level >= samples)
-        mine, all_ = self.sizes.lookup(names, level), self.sizes.lookup(self._names, level)
-        programs = [(size,) for size in mine]
-        if self._config.is_fused:
-            with self._sets_lock:
-                if names not in self._sets and len(self._sets) < MOST_SETS:
-                    self._sets.add(names)
-                is_known = names in self._sets
-            if self._row_bytes(all_) - self._row_bytes(mine) > MOST_EXTRA_BYTES:
-                programs = [mine] if is_known else programs
-            elif is_known and not self.ready.has(place, mine) and self.ready.has(place, all_):
-                self.ready.make_in_background(place, mine)
-                return [all_]
-            else:
-                programs = [mine if is_known else all_]
-        for program in programs:
-            self.ready.need(place, program)
-        return programs
+        described = self._stores
+        if described[0] is not version:
+            self._stores = described = self._describe(version)
+        stores, places = described[1], self._places
+        names = sorted(keys, key=places.__getitem__)
+        begun = self._reader.begin(
+            stores, [places[name] for name in names], [keys[n].reshape(-1) for n in names], waits=waits
+        )
 
-    def _row_bytes(self, program: Lookup) -> int:
-        return sum(4 * size * self._dims[name] for name, size in program)
+        def finish() -> tuple[dict[str, np.ndarray], Counts]:
+            rows, counts = begun.result()
+            values = {
+                name: mine.reshape(*keys[name].shape, mine.shape[1]) for name, mine in zip(names, rows, strict=True)
+            }
+            first, starts = 0, {}
+            for s in dict.fromkeys(places[name][0] for name in names):
+                starts[s], first = first, first + stores.num_tables[s]
+            lines = counts[:, _HITS_AND_MISSING].tolist()
+            by_name = {name: lines[starts[places[name][0]] + places[name][1]] for name in names}
+            return values, _count_keys({name: array.size for name, array in keys.items()}, by_name)
+
+        return finish
 
     def predict(self, read: ReadInputs) -> Found:
         while True:
-            with self._versions.reading() as version:
+            with self.versions.reading() as version:
                 request, place = read(version.served), self.place_of(version)
                 if self.ready.has(place, request.program):
                     out = request.served.run(self._tables(version), request.leaves)
@@ -201,31 +164,30 @@ class DeviceRows(_Programs):
     def place_of(self, version: Version) -> Any:
         return version.parts[self._part].form, version.served
 
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
-        return [*self.sizes.first_lookups(), *Prediction.list_first(served, self.sizes.levels)]
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
+        return list(Prediction.list_first(served, self.sizes.levels))
 
-    def _compile(self, place: tuple[Any, Any], program: Program) -> None:
+    def settle(self, now: Version) -> None:
+        super().settle(now)
+        self._stores = self._describe(now)  # no older version is kept
+
+    def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         form, served = place
-        if isinstance(program, Prediction):
-            leaves = served.leaves_of(program.sizes)
-            served.compile(form.tree, leaves)
-            count_found.lower(form.tree, leaves, served.known_lookups).compile()
-        else:
-            words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
-            look_up_words.lower(form.tree, words, program, self._is_pinned).compile()
+        leaves = served.leaves_of(program.sizes)
+        served.compile(form.tree, leaves)
+        count_found.lower(form.tree, leaves, served.known_lookups).compile()
 
     def start(self, *, warm_up: bool) -> None:
         """Compiles the first programs, and runs each of them once; called before the first request."""
-        version, self.is_warmed_up = self._versions.current, warm_up
+        version, self.is_warmed_up = self.versions.current, warm_up
         for program in self.first_programs(version.served) if warm_up else ():
             self.ready.make(self.place_of(version), program)
-            if isinstance(program, Prediction):
-                shapes = version.served.leaves_of(program.sizes)
-                leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-                jax.block_until_ready(version.served.run(self._tables(version), leaves))
-                jax.block_until_ready(count_found(self._tables(version), leaves, version.served.known_lookups))
-        for keys in self.sizes.padding() if warm_up else ():
-            self.lookup(keys)
+            shapes = version.served.leaves_of(program.sizes)
+            leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+            jax.block_until_ready(version.served.run(self._tables(version), leaves))
+            jax.block_until_ready(count_found(self._tables(version), leaves, version.served.known_lookups))
+        if warm_up:
+            self.lookup(next(self.sizes.padding()))
 
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
         """Does nothing: each request takes the latest version."""
@@ -247,7 +209,7 @@ class CachedRows(_Programs):
     def __init__(self, config: ModelConfig, versions: AnyVersions, device: Any) -> None:
         self._config, self._versions = config, versions
         self.sizes = _Sizes(config, tuple(versions.current.tables.tables))
-        self.ready: Ready[Program] = Ready(self._compile)
+        self.ready: Ready[Prediction] = Ready(self._compile)
         self.caches, self.num_warm_ups = (self,), 0
         self.clock = Repeated("jaxsok-refresh", self._refresh_by_the_clock, config.refresh_delay)
         self.cache = cache_lib.DeviceCache(
@@ -289,11 +251,10 @@ class CachedRows(_Programs):
     def place_of(self, version: Version) -> Any:
         return None, version.served  # the arrays of the cache keep their shapes
 
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
         return list(Prediction.list_first(served, self.sizes.levels))
 
-    def _compile(self, place: tuple[Any, Any], program: Program) -> None:
-        assert isinstance(program, Prediction)  # lookups are the cache's own
+    def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         served, leaves = place[1], place[1].leaves_of(program.sizes)
         num_keys = {
             table: sum(math.prod(words_in(leaves[name]).shape[:-1]) for name in names)
@@ -308,7 +269,7 @@ class CachedRows(_Programs):
         if self._config.is_filled_at_start:
             self.cache.fill()
         if warm_up:
-            self.cache.warm_up(map(dict, self.sizes.first_lookups()))
+            self.cache.warm_up(self.sizes.first_lookups())
             for keys in self.sizes.padding():
                 self.lookup(keys)
             self.num_warm_ups = self.cache.stats().lookups
@@ -399,6 +360,8 @@ RowReader: TypeAlias = DeviceRows | CachedRows | Replicas
 class SplitRows(Replicas):
     """Reads each row from the device that owns its key."""
 
+    _readers: Sequence[DeviceRows]
+
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         owners = {name: owners_of(array.reshape(-1), len(self._readers)) for name, array in keys.items()}
         places = [
@@ -410,19 +373,17 @@ class SplitRows(Replicas):
             for number, mine in enumerate(places)
             if number == 0 or any(at.size for at in mine.values())
         }
-        while True:
-            begun = [self._readers[number].dispatch(mine) for number, mine in asked.items()]
-            if len({version for version, _ in begun}) == 1:  # else an update came between two devices
-                break
-        found = dict(zip(asked, (finish() for _, finish in begun), strict=True))
+        with self._readers[0].versions.reading() as version:  # all of them have the same
+            begun = [(number, self._readers[number].begin(version, mine)) for number, mine in asked.items()]
+            found = {number: finish() for number, finish in begun}
         values = {}
         for name, array in keys.items():
             rows = np.empty((array.size, found[0][0][name].shape[1]), np.float32)
-            for number, (mine, _, _) in found.items():
+            for number, (mine, _) in found.items():
                 rows[places[number][name]] = mine[name]
             values[name] = rows.reshape(*array.shape, rows.shape[1])
-        counts = {name: np.sum([of_part[name] for _, _, of_part in found.values()], axis=0) for name in keys}
-        return values, begun[0][0], {name: tuple(mine.tolist()) for name, mine in counts.items()}
+        counts = {name: np.sum([of_part[name] for _, of_part in found.values()], axis=0) for name in keys}
+        return values, version.number, {name: tuple(mine.tolist()) for name, mine in counts.items()}
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:
@@ -452,41 +413,3 @@ def _count_keys(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]])
 def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
     padding = np.uint64(PADDING_KEY)
     return {name: (array.size, 0, 0, int((array == padding).sum())) for name, array in keys.items()}
-
-
-def _join_words(keys: Mapping[str, np.ndarray], program: Lookup) -> jaxtyping.UInt32[np.ndarray, "num_keys 2"]:
-    """Joins the keys of a program's tables, with padding behind those of each."""
-    joined, start = np.full(sum(size for _, size in program), np.uint64(PADDING_KEY)), 0
-    for name, size in program:
-        if name in keys:
-            joined[start : start + keys[name].size] = keys[name].reshape(-1)
-        start += size
-    return keys_lib.to_words(joined)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def look_up_words(
-    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: Lookup, is_pinned: bool
-) -> list[Array]:
-    """Looks up the joined keys of some tables; returns the rows of each and counts, or the bits of all as one array.
-
-    If `is_pinned`, the program writes them to pinned host memory, at the rate of the link, for `view_on_host`.
-    """
-    inputs, start = {}, 0
-    for name, size in sizes:
-        inputs[name] = LookupInput(name, words[start : start + size])
-        start += size
-    rows, counts = lookup_with_counts(tables, inputs)
-    arrays = [*(rows[name] for name, _ in sizes), counts]
-    if sum(array.size * array.itemsize for array in rows.values()) <= MOST_JOINED_BYTES:
-        arrays = [jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1) for array in arrays])]
-    return jax.device_put(arrays, jax.memory.Space.Host) if is_pinned else arrays
-
-
-def split_results(arrays: Sequence[Array], sizes: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Waits for what `look_up_words` gives; returns the rows of each table, as so many numbers, and the counts."""
-    *rows, counts = (view_on_host(array).reshape(-1) for array in arrays)
-    if not rows:
-        ends = list(itertools.accumulate(sizes))
-        *rows, counts = (counts[begin:end] for begin, end in itertools.pairwise([0, *ends, counts.size]))
-    return [mine.view(np.float32) for mine in rows], counts.view(np.int32).reshape(-1, len(COUNTS))
