@@ -44,8 +44,8 @@ class Device {
   /// Returns memory of the host that this device and all others read and write. Throws Error.
   virtual void* NewHostMemory(size_t num_bytes) const = 0;
   virtual void DeleteHostMemory(void* memory) const = 0;
-  /// Begins to look up batches for the host: all of their arrays, and the counts of LaunchLookupFrozen, are in memory of
-  /// NewHostMemory; the words of features are one array. Any thread may call it. Throws Error.
+  /// Begins to look up batches for the host: all of their arrays, and the counts of LaunchLookupFrozen, are in memory
+  /// of NewHostMemory; the words of features are one array. Any thread may call it. Throws Error.
   virtual std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) = 0;
 };
 

@@ -163,8 +163,8 @@ void Begin(Reader& reader, const ReaderStore* stores, ReaderInput* inputs, int64
       StoreInputs& of_store = of_stores[lookups.size() - 1];
       const auto first = static_cast<int32_t>(keys - lookup.batch.keys), size = static_cast<int32_t>(input.num_keys);
       if (size > 0) std::memcpy(keys, input.keys, static_cast<size_t>(size) * sizeof(uint64_t));
-      const int32_t line[kNumFeatureWords] = {static_cast<int32_t>(input.table), kCombinerNone, first, size, first, size,
-                                              1, 0, -1, num_tiles, 0, 0};
+      const int32_t line[kNumFeatureWords] = {
+          static_cast<int32_t>(input.table), kCombinerNone, first, size, first, size, 1, 0, -1, num_tiles, 0, 0};
       std::memcpy(words, line, sizeof(line));
       num_tiles += std::max(1, static_cast<int32_t>(CeilDiv<int64_t>(size, kBagsPerTile)));
       input.rows = reinterpret_cast<float*>(memory);
@@ -230,6 +230,23 @@ JAXSOK_VISIBLE const char* JaxsokReaderLookup(Reader* reader, const jaxsok::Read
   const char* error = JaxsokReaderWait(answer);
   if (error != nullptr) reader->GiveBack(answer->memory, answer->num_bytes);
   return error;
+}
+
+/// Makes an answer of the lines of several: arrays of rows in `num_bytes` of memory, whose lines all have one source.
+JAXSOK_VISIBLE const char* JaxsokReaderJoin(Reader* reader, const jaxsok::ReaderLines* lines, int64_t num_arrays,
+                                            int64_t num_bytes, jaxsok::ReaderAnswer* answer) {
+  return Guarded([&] {
+    *answer = {nullptr, nullptr, num_bytes, nullptr};
+    answer->memory = reader->Lend(&answer->num_bytes);
+    for (int64_t i = 0; i < num_arrays; ++i) {
+      const jaxsok::ReaderLines& mine = lines[i];
+      auto* to = reinterpret_cast<float*>(static_cast<char*>(answer->memory) + mine.begin);
+      const auto line_bytes = static_cast<size_t>(mine.dim) * sizeof(float);
+      for (int64_t l = 0; l < mine.num_lines; ++l) {
+        std::memcpy(to + mine.places[l] * mine.dim, mine.from + l * mine.dim, line_bytes);
+      }
+    }
+  });
 }
 
 /// Takes back the memory of an answer, after waiting for it.

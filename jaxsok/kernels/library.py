@@ -79,6 +79,7 @@ def _load(back_end: str) -> ctypes.CDLL:
         ("JaxsokReaderBegin", ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p),
         ("JaxsokReaderLookup", ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p),
         ("JaxsokReaderWait", ctypes.c_char_p, ctypes.c_void_p),
+        ("JaxsokReaderJoin", ctypes.c_char_p, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsok import Records
-from jaxsok.kernels.reader import Reader
+from jaxsok.kernels.reader import Asked, Reader
 from jaxsok.serving.frozen import SEED, FrozenTable, SizedRecords, freeze_records, stores_of
 from jaxsok.types import COUNTS, PADDING_KEY
 
@@ -42,14 +42,14 @@ class World:
     def begin(self, keys, **options):
         """Begins a lookup of keys by number of table."""
         asked = [t for t in self.order if t in keys]
-        return self.reader.begin(
-            self.stores, [self.spec.places[f"t{t}"] for t in asked], [keys[t] for t in asked], **options
-        )
+        dims, num_tables = [store[0].dim for store in self.spec.stores], list(map(len, self.spec.stores))
+        tables = Asked([self.spec.places[f"t{t}"] for t in asked], dims, num_tables)
+        return self.reader.begin(self.stores, tables, [keys[t] for t in asked], **options)
 
     def check(self, keys, result):
         rows, counts = result
         asked = [t for t in self.order if t in keys]
-        wanted_counts = {}
+        lines = []
         for t, found in zip(asked, rows, strict=True):
             wanted, mine = np.zeros((len(keys[t]), FORMS[t][1]), np.float32), [0] * len(COUNTS)
             for i, key in enumerate(keys[t].tolist()):
@@ -59,11 +59,7 @@ class World:
                 if kind != PADDING:
                     wanted[i] = self.row(t, key) if is_there else -1.0 - t
             np.testing.assert_allclose(found, wanted, rtol=2**-6 if FORMS[t][0] == "int8" else 0)
-            wanted_counts[t] = mine
-        used = sorted({self.spec.places[f"t{t}"][0] for t in asked})
-        lines = [
-            wanted_counts.get(int(table.name[1:]), [0] * len(COUNTS)) for s in used for table in self.spec.stores[s]
-        ]
+            lines.append(mine)
         assert counts.tolist() == lines
 
 
@@ -126,6 +122,23 @@ def test_keys_may_change_after_the_beginning(world):
     world.check({1: asked}, begun.result())
 
 
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.data(), num_parts=st.integers(1, 4))
+def test_lines_of_several_answers(world, data, num_parts):
+    """Arrays that are joined from pieces have each line where its place says."""
+    shapes = data.draw(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1, 3, 16])), min_size=1, max_size=4))
+    rng = np.random.default_rng(0)
+    wanted = [rng.random(shape, np.float32) for shape in shapes]
+    pieces = []
+    for number, whole in enumerate(wanted):
+        owners = rng.integers(0, num_parts, len(whole))
+        for part in range(num_parts):
+            places = np.flatnonzero(owners == part)
+            pieces.append((number, places, whole[places]))
+    for found, whole in zip(world.reader.join(shapes, pieces), wanted, strict=True):
+        np.testing.assert_array_equal(found, whole)
+
+
 def test_threads(world):
     """Threads that look up at the same time get their own rows."""
 
@@ -143,7 +156,7 @@ def test_threads(world):
 
 def test_no_tables_are_refused(world):
     with pytest.raises(RuntimeError, match=r"got 0 of 0 tables, wanted fewer than 2\^31 of one table or more"):
-        world.reader.begin(world.stores, [], [])
+        world.begin({})
 
 
 def test_answers_outlive_their_reader():

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import threading
+import time
 import weakref
 import zlib
 
@@ -167,6 +168,30 @@ def test_lookups_are_counted(folders):
     assert {name: table["hits"] for name, table in stats["tables"].items()} == {
         name: times[name] * np.isin(array, list(CONTENT[name])).sum() for name, array in keys.items()
     }
+
+
+def test_no_thread_keeps_others_out(folders):
+    """With one lookup at a time, a thread that asks again at once does not keep another one from its answer."""
+    keys, stop = {name: np.arange(60) for name in DIMS}, threading.Event()
+    with open(config_of(model_of(folders, defaults=DEFAULTS, per_sample=60)), warm_up=False) as session:
+        assert session._models["dlrm"].config.num_of_worker_buffer_in_pool == 1
+
+        def ask():
+            while not stop.is_set():
+                session.lookup(keys)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            begin = time.monotonic()
+            for _ in range(100):
+                check(session.lookup(keys), keys)
+            assert time.monotonic() - begin < 30
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
 
 def test_an_answer_stays(folders):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxsok.kernels.reader import Reader, Stores
+from jaxsok.kernels.reader import Asked, Reader, Stores
 from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import SEED, FrozenTables, stores_of
@@ -22,10 +22,12 @@ from jaxsok.serving.ready import Ready, Repeated, rest_s
 from jaxsok.types import COUNTS, PADDING_KEY
 
 LEAST_SAMPLES = 16  # requests to programs are padded to as many samples, or twice as many, up to `max_batch_size`
-Counts: TypeAlias = dict[str, tuple[int, ...]]  # keys by table, and of them hits, missing (0: a cache counts), padding
+# Names of tables, and a line of numbers for each: keys, and of them hits, missing (both 0: a cache counts), padding.
+Counts: TypeAlias = tuple[tuple[str, ...], np.ndarray]
 Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
 ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
 
+_MOST_ASKED = 256
 _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
 _log = logging.getLogger(__name__)
 
@@ -93,7 +95,8 @@ class DeviceRows(_Programs):
         self.sizes = _Sizes(config, tuple(tables.tables))
         self.ready: Ready[Prediction] = Ready(self._compile)
         (device,) = jax.tree.leaves(tables)[0].devices()
-        self._reader, self._places = Reader(device), tables.spec.places
+        self.reader = Reader(device)
+        self._asked: dict[tuple[str, ...], tuple[tuple[str, ...], Asked]] = {}  # for the tables of requests
         self._words, self._seed = jax.device_put((tables.spec.words, SEED), device)
         self._stores = self._describe(versions.current)
 
@@ -108,14 +111,13 @@ class DeviceRows(_Programs):
         return version, stores_of(self._tables(version), self._words, self._seed)
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        sets = [keys] if self._config.is_fused else [{name: array} for name, array in keys.items()]
         with self.versions.reading() as version:
-            found = [self.begin(version, mine, waits=True)() for mine in sets]
-        values, counts = dict[str, np.ndarray](), dict[str, tuple[int, ...]]()
-        for rows_of_set, counts_of_set in found:
-            values |= rows_of_set
-            counts |= counts_of_set
-        return {name: values[name] for name in keys}, version.number, counts
+            if self._config.is_fused:
+                values, counts = self.begin(version, keys, waits=True)()
+                return values, version.number, counts
+            found = [self.begin(version, {name: array}, waits=True)() for name, array in keys.items()]
+        values = {name: values[name] for values, ((name,), _) in found}
+        return values, version.number, (tuple(keys), np.concatenate([lines for _, (_, lines) in found]))
 
     def begin(
         self, version: Version, keys: Mapping[str, np.ndarray], *, waits: bool = False
@@ -127,25 +129,27 @@ class DeviceRows(_Programs):
         described = self._stores
         if described[0] is not version:
             self._stores = described = self._describe(version)
-        stores, places = described[1], self._places
-        names = sorted(keys, key=places.__getitem__)
-        begun = self._reader.begin(
-            stores, [places[name] for name in names], [keys[n].reshape(-1) for n in names], waits=waits
-        )
+        given = tuple(keys)
+        names, asked = self._asked.get(given) or self._ask(given)
+        begun = self.reader.begin(described[1], asked, [keys[name] for name in names], waits=waits)
 
         def finish() -> tuple[dict[str, np.ndarray], Counts]:
             rows, counts = begun.result()
-            values = {
-                name: mine.reshape(*keys[name].shape, mine.shape[1]) for name, mine in zip(names, rows, strict=True)
-            }
-            first, starts = 0, {}
-            for s in dict.fromkeys(places[name][0] for name in names):
-                starts[s], first = first, first + stores.num_tables[s]
-            lines = counts[:, _HITS_AND_MISSING].tolist()
-            by_name = {name: lines[starts[places[name][0]] + places[name][1]] for name in names}
-            return values, _count_keys({name: array.size for name, array in keys.items()}, by_name)
+            values = dict(zip(names, rows, strict=True))
+            if names != given:
+                values = {name: values[name] for name in given}
+            return values, (names, _count_keys([keys[name].size for name in names], counts[:, _HITS_AND_MISSING]))
 
         return finish
+
+    def _ask(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], Asked]:
+        spec = self._tables(self.versions.current).spec
+        names = tuple(sorted(given, key=spec.places.__getitem__))
+        dims, num_tables = [store[0].dim for store in spec.stores], list(map(len, spec.stores))
+        if len(self._asked) >= _MOST_ASKED:
+            self._asked.clear()
+        self._asked[given] = found = names, Asked([spec.places[name] for name in names], dims, num_tables)
+        return found
 
     def predict(self, read: ReadInputs) -> Found:
         while True:
@@ -158,8 +162,7 @@ class DeviceRows(_Programs):
                     break
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
         values, num_keys = request.cut(out), {table: keys.size for table, keys in request.keys().items()}
-        by_name = dict(zip(num_keys, np.asarray(counts).tolist(), strict=True))
-        return values, version.number, _count_keys(num_keys, by_name)
+        return values, version.number, (tuple(num_keys), _count_keys(list(num_keys.values()), np.asarray(counts)))
 
     def place_of(self, version: Version) -> Any:
         return version.parts[self._part].form, version.served
@@ -375,15 +378,14 @@ class SplitRows(Replicas):
         }
         with self._readers[0].versions.reading() as version:  # all of them have the same
             begun = [(number, self._readers[number].begin(version, mine)) for number, mine in asked.items()]
-            found = {number: finish() for number, finish in begun}
-        values = {}
-        for name, array in keys.items():
-            rows = np.empty((array.size, found[0][0][name].shape[1]), np.float32)
-            for number, (mine, _) in found.items():
-                rows[places[number][name]] = mine[name]
-            values[name] = rows.reshape(*array.shape, rows.shape[1])
-        counts = {name: np.sum([of_part[name] for _, of_part in found.values()], axis=0) for name in keys}
-        return values, version.number, {name: tuple(mine.tolist()) for name, mine in counts.items()}
+            found = [(number, finish()) for number, finish in begun]
+        pieces, shapes = list[tuple[int, np.ndarray, np.ndarray]](), []
+        for of_table, (name, array) in enumerate(keys.items()):
+            shapes.append((*array.shape, found[0][1][0][name].shape[-1]))
+            pieces += [(of_table, places[number][name], values[name]) for number, (values, _) in found]
+        values = dict(zip(keys, self._readers[0].reader.join(shapes, pieces), strict=True))
+        (names, _), lines = found[0][1][1], [counts[1] for _, (_, counts) in found]
+        return values, version.number, (names, np.sum(lines, axis=0))
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:
@@ -405,11 +407,16 @@ def _total(counts: Sequence[Any]) -> Any:
     return type(counts[0])(**{name: sum(getattr(mine, name) for mine in counts) for name in fields})
 
 
-def _count_keys(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def _count_keys(num_keys: Sequence[int], found: np.ndarray) -> np.ndarray:
     """Counts keys by table: those that are there and those that are missing; the rest is padding."""
-    return {name: (n, *found[name], n - sum(found[name])) for name, n in num_keys.items()}
+    lines = np.empty((len(num_keys), 4), np.int64)
+    lines[:, 0] = num_keys
+    lines[:, 1:3] = found
+    lines[:, 3] = lines[:, 0] - lines[:, 1] - lines[:, 2]
+    return lines
 
 
-def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+def _padding_of(keys: Mapping[str, np.ndarray]) -> Counts:
     padding = np.uint64(PADDING_KEY)
-    return {name: (array.size, 0, 0, int((array == padding).sum())) for name, array in keys.items()}
+    lines = [(array.size, 0, 0, int((array == padding).sum())) for array in keys.values()]
+    return tuple(keys), np.array(lines, np.int64).reshape(-1, 4)

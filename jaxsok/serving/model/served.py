@@ -71,7 +71,7 @@ class Served:
         self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
         self.names = tuple(versions.current.tables.tables)
         self._max_keys = config.max_keys  # each access of it computes all of them
-        self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool * len(devices))
+        self.workers = _Workers(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
         try:
             reader.start(warm_up=warm_up)
@@ -108,8 +108,8 @@ class Served:
 
     def _answer(self, done: str, read: Callable[[], Found]) -> Answer:
         with self.workers:
-            values, version, counts = read()
-        self.counts.add(done, counts)
+            values, version, (names, lines) = read()
+        self.counts.add(done, names, lines)
         return Answer(values, version=version)
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
@@ -119,6 +119,9 @@ class Served:
             raise errors.RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
         arrays = {}
         for name, given in keys.items():
+            if type(given) is np.ndarray and given.dtype == np.uint64 and self._is_ready(name, given):
+                arrays[name] = given
+                continue
             errors.require_table(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
             if isinstance(given, np.ndarray) and given.dtype == np.uint64 and given.ndim > 0:
@@ -129,6 +132,11 @@ class Served:
             self._check_number(what, name, arrays[name].size)
             check_bits(what, arrays[name], self.versions.key_bits)
         return arrays
+
+    def _is_ready(self, name: Any, given: np.ndarray) -> bool:
+        """Returns whether nothing has to be done or refused for an array of uint64, in less time than to do it."""
+        most = self._max_keys.get(name, -1) if isinstance(name, str) else -1
+        return given.size <= most and given.ndim > 0 and given.flags.c_contiguous and self.versions.key_bits == 64
 
     def _read_inputs(self, inputs: Any, served: artifact.ServedModel | None) -> PredictRequest:
         op = "predict"
@@ -169,7 +177,7 @@ class Served:
             tables = self.versions.current.tables.tables
             dense_model = load_dense_model("update", self.config, dense_file, tables, self.devices[0]), str(dense_file)
         version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self.reader)
-        self.counts.add("updates", {})
+        self.counts.add("updates")
         return version.number
 
     def stats(self) -> dict[str, Any]:
@@ -221,7 +229,48 @@ def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
         )
 
 
+_MOST_NEW = 64
 _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
+
+
+class _Workers:
+    """A semaphore that lets threads in one after the other, in the order in which they came.
+
+    `threading.Semaphore` lets in who asks first when it is free: a thread that asks again at once keeps others out, for
+    as long as it goes on.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._lock = threading.Lock()
+        # Under `_lock`: how many may come in at once, and the locks at which others wait. There are none while some are
+        # free, since who leaves hands its place to the first.
+        self._num_free, self._waiting = number, collections.deque[Any]()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_free:
+                self._num_free -= 1
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()
+        except BaseException:  # Ctrl-C
+            with self._lock:
+                is_waiting = turn in self._waiting
+                if is_waiting:
+                    self._waiting.remove(turn)
+            if not is_waiting:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._num_free += 1
 
 
 class _Counts:
@@ -229,19 +278,34 @@ class _Counts:
         self._lock = threading.Lock()
         # Changed and read under `_lock`, so that the sums of one answer are seen together.
         self._done = collections.Counter(lookups=0, predicts=0, updates=0)
-        self._tables = {name: np.zeros(len(_KINDS), np.int64) for name in names}
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._sums = np.zeros((len(names), len(_KINDS)), np.int64)
+        self._new: dict[tuple[str, ...], np.ndarray] = {}  # by names of tables, not yet in `_sums`
 
-    def add(self, done: str, tables: Mapping[str, Sequence[int]]) -> None:
-        """Counts one of "lookups", "predicts" and "updates", and the keys that it read: by table, in `_KINDS`."""
+    def add(self, done: str, names: tuple[str, ...] = (), lines: np.ndarray | None = None) -> None:
+        """Counts one of "lookups", "predicts" and "updates", and the keys that it read: a line of `_KINDS` by table."""
         with self._lock:
             self._done[done] += 1
-            for name, numbers in tables.items():
-                self._tables[name] += numbers
+            if lines is None:
+                return
+            if names in self._new:
+                self._new[names] += lines
+            else:
+                self._new[names] = lines
+                if len(self._new) > _MOST_NEW:
+                    self._sum_up()
+
+    def _sum_up(self) -> None:
+        for names, lines in self._new.items():
+            np.add.at(self._sums, [self._numbers[name] for name in names], lines)
+        self._new.clear()
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            done, tables = dict(self._done), {name: _with_rate(table) for name, table in self._tables.items()}
-            return {**done, **_with_rate(sum(self._tables.values())), "tables": tables}
+            self._sum_up()
+            done, sums = dict(self._done), self._sums.copy()
+        tables = {name: _with_rate(sums[number]) for name, number in self._numbers.items()}
+        return {**done, **_with_rate(sums.sum(axis=0)), "tables": tables}
 
 
 def _with_rate(numbers: Any) -> dict[str, Any]:

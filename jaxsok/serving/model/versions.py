@@ -106,23 +106,36 @@ class Version:
 
 
 class Gate:
-    """Admits many readers, or one writer, which comes before later readers."""
+    """Admits many readers, or one writer, which comes before later readers.
+
+    Readers take no lock while there is no writer: with many threads, each lock is one more at which they queue.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Under `_changed`: no reader enters while `_is_closed`, and the writer waits until there are no readers.
-        self._readers, self._is_closed = 0, False
+        # A reader adds itself before it looks at `_is_closed`, and the writer sets that before it looks for readers, so
+        # one of them sees the other. Who leaves or gives way while it is closed tells the writer.
+        self._readers: set[object] = set()  # whose changes are atomic
+        self._is_closed = False  # written under `_changed`
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_closed)
-            self._readers += 1
+        reader = object()
         try:
+            self._readers.add(reader)
+            while self._is_closed:
+                self._leave(reader)
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._is_closed)
+                self._readers.add(reader)
             yield
-        finally:
+        finally:  # also after Ctrl-C
+            self._leave(reader)
+
+    def _leave(self, reader: object) -> None:
+        self._readers.discard(reader)
+        if self._is_closed:
             with self._changed:
-                self._readers -= 1
                 self._changed.notify_all()
 
     @contextlib.contextmanager
