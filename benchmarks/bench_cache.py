@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import Records
-from jaxsok.kernels.reader import Reader
+from jaxsok.kernels.reader import Asked, Reader, Stores
 from jaxsok.serving.backing import HostRows
 from jaxsok.serving.cache import DeviceCache
 from jaxsok.serving.frozen import (
@@ -41,8 +41,8 @@ from jaxsok.serving.frozen import (
     FrozenTable,
     FrozenTables,
     SizedRecords,
+    arrays_of,
     freeze_records,
-    stores_of,
 )
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.serving.row_map import RowMap, host_device
@@ -234,14 +234,15 @@ class _Run:
         """Measures lookups in tables some of whose rows lie in host memory."""
         num_on_device, (device,) = tables.stores[0].rows.shape[0], tables.stores[0].rows.devices()
         words, seed = jax.device_put((tables.spec.words, SEED), device)
-        reader, stores = Reader(device), stores_of(tables, words, seed)
+        reader, stores = Reader([device]), Stores([arrays_of(tables, words, seed)])
+        asked = Asked([(0, 0)], [CACHE_DIM], [1])
         ms, num_hits, begin = [], 0, time.perf_counter()
         for number in range(5 + (QUICK_LOOKUPS if self.is_quick else LOOKUPS)):
             ids = self.ids.take(self.num_keys, hit_rate)
             keys = keys_of(ids)
             start = time.perf_counter()
             if to_host:
-                (got,), _ = reader.begin(stores, [(0, 0)], [keys], waits=True).result()
+                (got,), _ = reader.lookup(stores, asked, [keys])
             else:
                 got = jax.block_until_ready(_look_up(tables, keys.view(np.uint32).reshape(-1, 2)))
             took = (time.perf_counter() - start) * 1e3

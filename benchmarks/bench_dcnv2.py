@@ -257,7 +257,9 @@ class _Bench:
                 times.append(elapsed * 1e3 / num_steps)
                 cores.append((time.process_time() - used) / elapsed)
             if self._trace is not None:
-                with jax.profiler.trace(str(self._trace)):
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = options.host_tracer_level = 0  # else the host sets the pace
+                with jax.profiler.trace(str(self._trace), profiler_options=options):
                     carry, _ = self._steps(step, carry, pipeline, TRACED_STEPS)
                     jax.block_until_ready(carry)
         num_threads = self._config.num_threads

@@ -5,8 +5,8 @@ Command:  `python -m jaxsok bench --only dcnv2 --trace FOLDER` writes a profile 
           `python -m benchmarks.timeline FOLDER --steps 8 --out step.svg` draws one of them, and prints its gaps.
 Last result: none yet.
 
-A profile is an `xplane.pb` file of JAX's profiler. Its steps are taken to be equally long: the picture shows the middle
-one of all devices. A device has a row for each stream. The profiler slows kernels a little, and starts later ones late,
+A profile is an `xplane.pb` file of JAX's profiler. The picture shows its middle step on all devices, which have a row for
+each stream. The profiler slows kernels a little, and starts later ones late,
 so the times of `bench` are the ones to quote.
 """
 
@@ -84,11 +84,21 @@ def read(path: pathlib.Path) -> dict[str, Streams]:
 
 
 def middle_step(devices: dict[str, Streams], num_steps: int) -> tuple[float, float]:
-    """Returns the begin and the end of the middle one of so many equal steps."""
-    events = list(itertools.chain(*(stream for streams in devices.values() for stream in streams.values())))
-    begin, end = min(event.begin for event in events), max(event.end for event in events)
-    length = (end - begin) / num_steps
-    return begin + num_steps // 2 * length, begin + (num_steps // 2 + 1) * length
+    """Returns the begin and the end of the middle one of so many steps.
+
+    A step begins with the kernel that takes most of the time among those that run once in each step on the first
+    device. ValueError: no kernel runs as often as there are steps, which are two or more.
+    """
+    events: dict[str, list[Event]] = {}
+    for event in itertools.chain(*next(iter(devices.values())).values()):
+        events.setdefault(event.name, []).append(event)
+    once = [mine for mine in events.values() if len(mine) == num_steps]
+    if num_steps < 2 or not once:
+        raise ValueError(f"timeline: steps: got {num_steps}, wanted at least 2, as many as some kernel has runs.")
+    longest = max(once, key=lambda mine: sum(event.end - event.begin for event in mine))
+    begins = sorted(event.begin for event in longest)
+    middle = (num_steps - 1) // 2
+    return begins[middle], begins[middle + 1]
 
 
 def cut(streams: Streams, begin: float, end: float) -> Streams:

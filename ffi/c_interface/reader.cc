@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../core/hash.h"
 #include "device.h"
 #include "error.h"
 
@@ -17,7 +18,7 @@ namespace jaxsok {
 namespace {
 
 constexpr int64_t kLeastBytes = 64 << 10;
-constexpr int64_t kMostFreeBytes = int64_t{2} << 30;  // beyond that, memory that comes back is deleted
+constexpr int64_t kKeptBytes = int64_t{1} << 30;  // kept for answers to come; more, if more were lent at one time
 constexpr int64_t kAlignment = 64;
 thread_local std::string last_error;
 
@@ -36,27 +37,25 @@ const char* Guarded(const Function& function) {
   return last_error.c_str();
 }
 
-/// A device with host memory that it reads and writes, which is used again: to pin memory takes milliseconds, and so
-/// does a first write of it.
-class Reader {
+/// Host memory that devices read and write, which is used again: to pin memory takes milliseconds, and so does its
+/// first write. The pool is that of the process, whose devices all reach it.
+class Pool {
  public:
-  explicit Reader(int32_t ordinal) : device_(Device::Open(ordinal)) {}
-
-  ~Reader() {
-    for (const auto& [num_bytes, blocks] : free_) {
-      for (void* block : blocks) device_->DeleteHostMemory(block);
-    }
+  static Pool& Get() {
+    static Pool* const pool = new Pool;  // never destroyed: a driver that shuts down frees its memory
+    return *pool;
   }
 
-  Device& device() { return *device_; }
-
   /// Lends at least so many bytes, and sets how many.
-  void* Lend(int64_t* num_bytes) {
+  void* Lend(const Device& device, int64_t* num_bytes) {
     int64_t size = kLeastBytes;
     while (size < *num_bytes) size *= 2;
-    *num_bytes = size;
+    const int64_t step = std::max(kLeastBytes, size / 8);  // so that less than a fifth is wasted
+    *num_bytes = size = CeilDiv(std::max<int64_t>(*num_bytes, 1), step) * step;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      lent_bytes_ += size;
+      most_lent_bytes_ = std::max(most_lent_bytes_, lent_bytes_);
       std::vector<void*>& blocks = free_[size];
       if (!blocks.empty()) {
         void* block = blocks.back();
@@ -65,26 +64,68 @@ class Reader {
         return block;
       }
     }
-    return device_->NewHostMemory(static_cast<size_t>(size));
+    try {
+      return device.NewHostMemory(static_cast<size_t>(size));
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      lent_bytes_ -= size;
+      throw;
+    }
   }
 
-  void GiveBack(void* block, int64_t num_bytes) {
+  void GiveBack(const Device& device, void* block, int64_t num_bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (free_bytes_ + num_bytes <= kMostFreeBytes) {
+      lent_bytes_ -= num_bytes;
+      if (lent_bytes_ + free_bytes_ + num_bytes <= std::max(kKeptBytes, most_lent_bytes_)) {
         free_[num_bytes].push_back(block);
         free_bytes_ += num_bytes;
         return;
       }
     }
-    device_->DeleteHostMemory(block);
+    device.DeleteHostMemory(block);
   }
 
  private:
-  std::unique_ptr<Device> device_;
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::vector<void*>> free_;  // by size, under `mutex_`, as their bytes
-  int64_t free_bytes_ = 0;
+  // All below under `mutex_`.
+  std::unordered_map<int64_t, std::vector<void*>> free_;  // by size
+  int64_t free_bytes_ = 0, lent_bytes_ = 0, most_lent_bytes_ = 0;
+};
+
+/// An answer that is given back unless it is released.
+class Owned {
+ public:
+  explicit Owned(Device& device) : device_(device) {}
+  ~Owned() {
+    running_.reset();  // nothing writes it any more
+    if (answer.memory != nullptr) Pool::Get().GiveBack(device_, answer.memory, answer.num_bytes);
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+
+  void Lend(int64_t num_bytes) {
+    answer.num_bytes = num_bytes;
+    answer.memory = Pool::Get().Lend(device_, &answer.num_bytes);
+  }
+  void Run(std::vector<FrozenLookup>& lookups) {
+    running_ = device_.Begin(lookups.data(), static_cast<int32_t>(lookups.size()), answer.counts);
+  }
+  void Wait() {
+    if (running_ != nullptr) running_->Wait();
+    running_.reset();
+  }
+  ReaderAnswer Release() {
+    const ReaderAnswer released = answer;
+    answer.memory = nullptr;
+    return released;
+  }
+
+  ReaderAnswer answer{};
+
+ private:
+  Device& device_;
+  std::unique_ptr<Running> running_;
 };
 
 StoreView ViewOf(const ReaderStore& given) {
@@ -115,78 +156,157 @@ struct StoreInputs {
   std::vector<int64_t> num_bags;
 };
 
-/// Places an answer: rows of each input, then counts, words of features, and keys.
-void Begin(Reader& reader, const ReaderStore* stores, ReaderInput* inputs, int64_t num_inputs, ReaderAnswer* answer) {
+/// Sizes of an answer.
+struct Sizes {
   int64_t rows_bytes = 0, num_counts = 0, num_keys = 0, num_lookups = 0;
+};
+
+bool IsFirstOfStore(const ReaderInput* inputs, int64_t i) { return i == 0 || inputs[i].store != inputs[i - 1].store; }
+
+int64_t RowsBytes(const ReaderInput& input, const ReaderStore* stores) {
+  return Aligned(input.num_keys * stores[input.store].dim * static_cast<int64_t>(sizeof(float)));
+}
+
+Sizes SizesOf(const ReaderStore* stores, const ReaderInput* inputs, int64_t num_inputs) {
+  Sizes sizes;
   for (int64_t i = 0; i < num_inputs; ++i) {
-    const ReaderInput& input = inputs[i];
-    const ReaderStore& store = stores[input.store];
-    if (i == 0 || input.store != inputs[i - 1].store) {
-      num_counts += store.num_tables * kNumCounts;
-      ++num_lookups;
+    if (IsFirstOfStore(inputs, i)) {
+      sizes.num_counts += stores[inputs[i].store].num_tables * kNumCounts;
+      ++sizes.num_lookups;
     }
-    rows_bytes += Aligned(input.num_keys * store.dim * static_cast<int64_t>(sizeof(float)));
-    num_keys += input.num_keys;
+    sizes.rows_bytes += RowsBytes(inputs[i], stores);
+    sizes.num_keys += inputs[i].num_keys;
   }
-  if (num_inputs < 1 || num_keys > INT32_MAX - kBagsPerTile * (num_inputs + 1)) {
-    Refuse(JAXSOK_BAD_ARGUMENT, "lookup: keys: got ", num_keys, " of ", num_inputs,
+  if (num_inputs < 1 || sizes.num_keys > INT32_MAX - kBagsPerTile * (num_inputs + 1)) {
+    Refuse(JAXSOK_BAD_ARGUMENT, "lookup: keys: got ", sizes.num_keys, " of ", num_inputs,
            " tables, wanted fewer than 2^31 of one table or more.");
   }
-  const int64_t counts_at = rows_bytes;
-  const int64_t words_at = counts_at + Aligned(num_counts * static_cast<int64_t>(sizeof(int32_t)));
+  return sizes;
+}
+
+/// Begins to look up on one device. Its answer has the rows of each input, then counts, words of features, and keys.
+void Begin(const ReaderStore* stores, ReaderInput* inputs, int64_t num_inputs, Owned& owned) {
+  const Sizes sizes = SizesOf(stores, inputs, num_inputs);
+  const int64_t words_at = sizes.rows_bytes + Aligned(sizes.num_counts * static_cast<int64_t>(sizeof(int32_t)));
   const int64_t words_bytes = num_inputs * kNumFeatureWords * static_cast<int64_t>(sizeof(int32_t));
   const int64_t keys_at = words_at + Aligned(words_bytes);
-  answer->num_bytes = keys_at + num_keys * static_cast<int64_t>(sizeof(uint64_t));
-  answer->running = nullptr;
-  answer->memory = reader.Lend(&answer->num_bytes);
-  try {
-    char* memory = static_cast<char*>(answer->memory);
-    answer->counts = reinterpret_cast<int32_t*>(memory + counts_at);
-    auto* words = reinterpret_cast<int32_t*>(memory + words_at);
-    auto* keys = reinterpret_cast<uint64_t*>(memory + keys_at);
-    std::vector<FrozenLookup> lookups;
-    std::vector<StoreInputs> of_stores(static_cast<size_t>(num_lookups));  // lookups point to its vectors
-    lookups.reserve(of_stores.size());
-    int32_t num_tiles = 0;
+  owned.Lend(keys_at + sizes.num_keys * static_cast<int64_t>(sizeof(uint64_t)));
+  char* memory = static_cast<char*>(owned.answer.memory);
+  owned.answer.counts = reinterpret_cast<int32_t*>(memory + sizes.rows_bytes);
+  auto* words = reinterpret_cast<int32_t*>(memory + words_at);
+  auto* keys = reinterpret_cast<uint64_t*>(memory + keys_at);
+  std::vector<FrozenLookup> lookups;
+  std::vector<StoreInputs> of_stores(static_cast<size_t>(sizes.num_lookups));  // lookups point to its vectors
+  lookups.reserve(of_stores.size());
+  int32_t num_tiles = 0;
+  for (int64_t i = 0; i < num_inputs; ++i) {
+    ReaderInput& input = inputs[i];
+    if (IsFirstOfStore(inputs, i)) {
+      FrozenLookup& lookup = lookups.emplace_back();
+      lookup.store = ViewOf(stores[input.store]);
+      lookup.batch = {};
+      lookup.batch.keys = keys;
+      lookup.batch.features = words;
+      lookup.batch.kinds = kSingleKeys;
+      num_tiles = 0;
+    }
+    FrozenLookup& lookup = lookups.back();
+    StoreInputs& of_store = of_stores[lookups.size() - 1];
+    const auto first = static_cast<int32_t>(keys - lookup.batch.keys), size = static_cast<int32_t>(input.num_keys);
+    if (size > 0) std::memcpy(keys, input.keys, static_cast<size_t>(size) * sizeof(uint64_t));
+    const auto table = static_cast<int32_t>(input.table);
+    const int32_t line[kNumFeatureWords] = {table, kCombinerNone, first, size, first, size, 1, 0, -1, num_tiles, 0, 0};
+    std::memcpy(words, line, sizeof(line));
+    num_tiles += std::max(1, static_cast<int32_t>(CeilDiv<int64_t>(size, kBagsPerTile)));
+    input.rows = reinterpret_cast<float*>(memory);
+    of_store.rows.push_back(memory);
+    of_store.num_bags.push_back(size);
+    memory += RowsBytes(input, stores);
+    keys += size;
+    words += kNumFeatureWords;
+    lookup.batch.num_keys += size;
+    ++lookup.batch.num_features;
+    lookup.batch.num_tiles = num_tiles;
+  }
+  for (size_t s = 0; s < lookups.size(); ++s) {
+    lookups[s].embeddings = {kRowDtypeFloat32, of_stores[s].rows.data()};
+    lookups[s].num_bags = of_stores[s].num_bags.data();
+  }
+  owned.Run(lookups);
+}
+
+/// The keys of a lookup that one of several devices owns.
+struct PartInputs {
+  std::vector<uint64_t> keys;
+  std::vector<int64_t> lines;  // of each key among those of its input
+  std::vector<ReaderInput> inputs;
+};
+
+/// Gives each part its keys, as `owners_of` in serving/model/store_plans.py does.
+std::vector<PartInputs> SplitInputs(const ReaderInput* inputs, int64_t num_inputs, int64_t num_keys,
+                                    int32_t num_parts) {
+  constexpr uint64_t kNoName = 0;
+  std::vector<PartInputs> parts(static_cast<size_t>(num_parts));
+  for (PartInputs& part : parts) {
+    const auto most = static_cast<size_t>(num_keys / num_parts + num_keys / 8 + 64);
+    part.keys.reserve(most);
+    part.lines.reserve(most);
+    part.inputs.assign(inputs, inputs + num_inputs);
+  }
+  for (int64_t i = 0; i < num_inputs; ++i) {
+    for (PartInputs& part : parts)
+      part.inputs[static_cast<size_t>(i)].num_keys = -static_cast<int64_t>(part.keys.size());
+    for (int64_t k = 0; k < inputs[i].num_keys; ++k) {
+      const uint64_t key = inputs[i].keys[k];
+      PartInputs& part = parts[PartitionOf(PartitionHash(key, kNoName)) % static_cast<uint32_t>(num_parts)];
+      part.keys.push_back(key);
+      part.lines.push_back(k);
+    }
+    for (PartInputs& part : parts)
+      part.inputs[static_cast<size_t>(i)].num_keys += static_cast<int64_t>(part.keys.size());
+  }
+  for (PartInputs& part : parts) {
+    const uint64_t* keys = part.keys.data();
+    for (ReaderInput& input : part.inputs) {
+      input.keys = keys;
+      keys += input.num_keys;
+    }
+  }
+  return parts;
+}
+
+/// Looks up on several devices, each of which has the rows of the keys that it owns.
+void LookUpInParts(const ReaderPart* parts, int32_t num_parts, ReaderInput* inputs, int64_t num_inputs, Owned& owned) {
+  const ReaderStore* stores = parts[0].stores;  // of the same dims and tables as those of the others
+  const Sizes sizes = SizesOf(stores, inputs, num_inputs);
+  std::vector<PartInputs> split = SplitInputs(inputs, num_inputs, sizes.num_keys, num_parts);
+  std::vector<std::unique_ptr<Owned>> answers;
+  for (int32_t p = 0; p < num_parts; ++p) {
+    PartInputs& part = split[static_cast<size_t>(p)];
+    answers.push_back(std::make_unique<Owned>(*static_cast<Device*>(parts[p].reader)));
+    if (!part.keys.empty()) Begin(parts[p].stores, part.inputs.data(), num_inputs, *answers.back());
+  }
+  owned.Lend(sizes.rows_bytes + sizes.num_counts * static_cast<int64_t>(sizeof(int32_t)));
+  char* memory = static_cast<char*>(owned.answer.memory);
+  owned.answer.counts = reinterpret_cast<int32_t*>(memory + sizes.rows_bytes);
+  std::fill_n(owned.answer.counts, sizes.num_counts, 0);
+  for (int64_t i = 0; i < num_inputs; ++i) {
+    inputs[i].rows = reinterpret_cast<float*>(memory);
+    memory += RowsBytes(inputs[i], stores);
+  }
+  for (size_t p = 0; p < answers.size(); ++p) {
+    if (split[p].keys.empty()) continue;
+    answers[p]->Wait();
+    for (int64_t c = 0; c < sizes.num_counts; ++c) owned.answer.counts[c] += answers[p]->answer.counts[c];
+    const int64_t* line = split[p].lines.data();
     for (int64_t i = 0; i < num_inputs; ++i) {
-      ReaderInput& input = inputs[i];
-      if (i == 0 || input.store != inputs[i - 1].store) {
-        FrozenLookup& lookup = lookups.emplace_back();
-        lookup.store = ViewOf(stores[input.store]);
-        lookup.batch = {};
-        lookup.batch.keys = keys;
-        lookup.batch.features = words;
-        lookup.batch.kinds = kSingleKeys;
-        num_tiles = 0;
+      const ReaderInput& input = split[p].inputs[static_cast<size_t>(i)];
+      const int64_t dim = stores[input.store].dim;
+      const size_t line_bytes = static_cast<size_t>(dim) * sizeof(float);
+      for (int64_t k = 0; k < input.num_keys; ++k) {
+        std::memcpy(inputs[i].rows + *line++ * dim, input.rows + k * dim, line_bytes);
       }
-      FrozenLookup& lookup = lookups.back();
-      StoreInputs& of_store = of_stores[lookups.size() - 1];
-      const auto first = static_cast<int32_t>(keys - lookup.batch.keys), size = static_cast<int32_t>(input.num_keys);
-      if (size > 0) std::memcpy(keys, input.keys, static_cast<size_t>(size) * sizeof(uint64_t));
-      const int32_t line[kNumFeatureWords] = {
-          static_cast<int32_t>(input.table), kCombinerNone, first, size, first, size, 1, 0, -1, num_tiles, 0, 0};
-      std::memcpy(words, line, sizeof(line));
-      num_tiles += std::max(1, static_cast<int32_t>(CeilDiv<int64_t>(size, kBagsPerTile)));
-      input.rows = reinterpret_cast<float*>(memory);
-      of_store.rows.push_back(memory);
-      of_store.num_bags.push_back(size);
-      memory += Aligned(input.num_keys * lookup.store.dim * static_cast<int64_t>(sizeof(float)));
-      keys += size;
-      words += kNumFeatureWords;
-      lookup.batch.num_keys += size;
-      ++lookup.batch.num_features;
-      lookup.batch.num_tiles = num_tiles;
     }
-    for (size_t s = 0; s < lookups.size(); ++s) {
-      lookups[s].embeddings = {kRowDtypeFloat32, of_stores[s].rows.data()};
-      lookups[s].num_bags = of_stores[s].num_bags.data();
-    }
-    answer->running =
-        reader.device().Begin(lookups.data(), static_cast<int32_t>(lookups.size()), answer->counts).release();
-  } catch (...) {
-    reader.GiveBack(answer->memory, answer->num_bytes);
-    answer->memory = nullptr;
-    throw;
   }
 }
 
@@ -195,62 +315,34 @@ void Begin(Reader& reader, const ReaderStore* stores, ReaderInput* inputs, int64
 
 #define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
 
+using jaxsok::Device;
 using jaxsok::Guarded;
-using jaxsok::Reader;
 
 /// Opens a reader for tables of a device.
-JAXSOK_VISIBLE const char* JaxsokReaderOpen(int32_t ordinal, Reader** reader) {
-  return Guarded([&] { *reader = new Reader(ordinal); });
+JAXSOK_VISIBLE const char* JaxsokReaderOpen(int32_t ordinal, Device** reader) {
+  return Guarded([&] { *reader = Device::Open(ordinal).release(); });
 }
 
 /// Closes a reader, whose answers have all been given back.
-JAXSOK_VISIBLE void JaxsokReaderClose(Reader* reader) { delete reader; }
+JAXSOK_VISIBLE void JaxsokReaderClose(Device* reader) { delete reader; }
 
-/// Begins a lookup, and sets the rows of its inputs and the answer.
-JAXSOK_VISIBLE const char* JaxsokReaderBegin(Reader* reader, const jaxsok::ReaderStore* stores,
-                                             jaxsok::ReaderInput* inputs, int64_t num_inputs,
-                                             jaxsok::ReaderAnswer* answer) {
-  return Guarded([&] { jaxsok::Begin(*reader, stores, inputs, num_inputs, answer); });
-}
-
-/// Waits until an answer is there.
-JAXSOK_VISIBLE const char* JaxsokReaderWait(jaxsok::ReaderAnswer* answer) {
-  return Guarded([&] {
-    std::unique_ptr<jaxsok::Running> running(static_cast<jaxsok::Running*>(answer->running));
-    answer->running = nullptr;
-    running->Wait();
-  });
-}
-
-/// Begins a lookup, and waits until its answer is there.
-JAXSOK_VISIBLE const char* JaxsokReaderLookup(Reader* reader, const jaxsok::ReaderStore* stores,
+/// Looks up, and sets the rows of the inputs and the answer. It lends memory for the first of the parts.
+JAXSOK_VISIBLE const char* JaxsokReaderLookup(const jaxsok::ReaderPart* parts, int32_t num_parts,
                                               jaxsok::ReaderInput* inputs, int64_t num_inputs,
                                               jaxsok::ReaderAnswer* answer) {
-  if (const char* error = JaxsokReaderBegin(reader, stores, inputs, num_inputs, answer)) return error;
-  const char* error = JaxsokReaderWait(answer);
-  if (error != nullptr) reader->GiveBack(answer->memory, answer->num_bytes);
-  return error;
-}
-
-/// Makes an answer of the lines of several: arrays of rows in `num_bytes` of memory, whose lines all have one source.
-JAXSOK_VISIBLE const char* JaxsokReaderJoin(Reader* reader, const jaxsok::ReaderLines* lines, int64_t num_arrays,
-                                            int64_t num_bytes, jaxsok::ReaderAnswer* answer) {
   return Guarded([&] {
-    *answer = {nullptr, nullptr, num_bytes, nullptr};
-    answer->memory = reader->Lend(&answer->num_bytes);
-    for (int64_t i = 0; i < num_arrays; ++i) {
-      const jaxsok::ReaderLines& mine = lines[i];
-      auto* to = reinterpret_cast<float*>(static_cast<char*>(answer->memory) + mine.begin);
-      const auto line_bytes = static_cast<size_t>(mine.dim) * sizeof(float);
-      for (int64_t l = 0; l < mine.num_lines; ++l) {
-        std::memcpy(to + mine.places[l] * mine.dim, mine.from + l * mine.dim, line_bytes);
-      }
+    jaxsok::Owned owned(*static_cast<Device*>(parts[0].reader));
+    if (num_parts == 1) {
+      jaxsok::Begin(parts[0].stores, inputs, num_inputs, owned);
+      owned.Wait();
+    } else {
+      jaxsok::LookUpInParts(parts, num_parts, inputs, num_inputs, owned);
     }
+    *answer = owned.Release();
   });
 }
 
-/// Takes back the memory of an answer, after waiting for it.
-JAXSOK_VISIBLE void JaxsokReaderGiveBack(Reader* reader, jaxsok::ReaderAnswer* answer) {
-  delete static_cast<jaxsok::Running*>(answer->running);
-  reader->GiveBack(answer->memory, answer->num_bytes);
+/// Takes back the memory of an answer.
+JAXSOK_VISIBLE void JaxsokReaderGiveBack(Device* reader, const jaxsok::ReaderAnswer* answer) {
+  jaxsok::Pool::Get().GiveBack(*reader, answer->memory, answer->num_bytes);
 }

@@ -35,21 +35,17 @@ struct ReaderInput {
   float* rows;  // set by a lookup: [num_keys, dim], in the memory of the answer
 };
 
-/// Lines that are copied to some places of an array.
-struct ReaderLines {
-  const float* from;      // [num_lines, dim]
-  const int64_t* places;  // [num_lines]: the line of each in the array
-  int64_t num_lines;
-  int64_t dim;
-  int64_t begin;  // of the array, in bytes from the begin of the answer's memory
+/// The rows of one device: all, or those whose keys it owns.
+struct ReaderPart {
+  void* reader;
+  const ReaderStore* stores;
 };
 
-/// An answer, which a lookup begins and whose memory is lent until it is given back.
+/// An answer, whose memory is lent until it is given back.
 struct ReaderAnswer {
   int32_t* counts;  // kNumCounts of each table of the stores that inputs read, store by store
   void* memory;
   int64_t num_bytes;
-  void* running;  // not yet waited for
 };
 
 }  // namespace jaxsok

@@ -76,10 +76,11 @@ def _load(back_end: str) -> ctypes.CDLL:
         ("JaxsokHostMemoryDelete", None, ctypes.c_void_p),
         ("JaxsokReaderOpen", ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p),
         ("JaxsokReaderClose", None, ctypes.c_void_p),
-        ("JaxsokReaderBegin", ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p),
-        ("JaxsokReaderLookup", ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p),
-        ("JaxsokReaderWait", ctypes.c_char_p, ctypes.c_void_p),
-        ("JaxsokReaderJoin", ctypes.c_char_p, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p),
+        (
+            "JaxsokReaderLookup",
+            ctypes.c_char_p,
+            *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+        ),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -1,8 +1,6 @@
 """Door to lookups for the host without XLA (ffi/c_interface/reader.cc): a native call, which frees Python's lock."""
 
 import ctypes
-import itertools
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,9 +16,6 @@ DTYPES = {**ROW_DTYPES, "int8": 3, "float8_e4m3fn": 4}
 """Codes of the dtypes of frozen rows (RowDtype in ffi/core/layout.h)."""
 
 
-_ALIGNMENT = 64
-
-
 class FrozenArrays(NamedTuple):
     """The arrays of a frozen store, all of one device: operands of `kernels.lookup.FrozenOperands`, with the seed."""
 
@@ -34,13 +29,13 @@ class FrozenArrays(NamedTuple):
 
 
 class Stores:
-    """The stores that a `Reader` reads, by addresses (ReaderStore in reader.h); it keeps their arrays alive."""
+    """The stores of each part of a `Reader`, by addresses (ReaderStore in reader.h); it keeps their arrays alive."""
 
-    def __init__(self, stores: Sequence[FrozenArrays]) -> None:
-        jax.block_until_ready(stores)  # a reader does not wait for JAX's programs
-        self._arrays = stores
-        self._lines = np.array(list(map(_line_of, stores)), np.int64)
-        self.address = self._lines.ctypes.data
+    def __init__(self, parts: Sequence[Sequence[FrozenArrays]]) -> None:
+        jax.block_until_ready(parts)  # a reader does not wait for JAX's programs
+        self._arrays = parts
+        self._lines = np.array([list(map(_line_of, stores)) for stores in parts], np.int64)
+        self.addresses = self._lines.ctypes.data + self._lines.strides[0] * np.arange(len(parts))
 
 
 class Asked:
@@ -70,92 +65,55 @@ def _line_of(store: FrozenArrays) -> list[int]:
 class _Answer(ctypes.Structure):
     """ReaderAnswer in reader.h."""
 
-    _fields_ = (("counts", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("num_bytes", ctypes.c_int64),
-                ("running", ctypes.c_void_p))  # fmt: skip
+    _fields_ = (("counts", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
 
 
 class Reader:
-    """Reads rows of one device for the host, for callers in any thread; RuntimeError says what the device refused."""
+    """Reads rows of one device, or of several that own keys of their own, for the host and for callers in any thread.
 
-    def __init__(self, device: Any) -> None:
-        loaded = library.load_for(device.platform)
-        self._library = loaded
+    Rows lie in memory that is used again once no array of an answer is left: pinned memory, where devices are GPUs.
+    """
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._library = loaded = library.load_for(devices[0].platform)
         # With the interpreter's lock: another thread that got it in so short a call might keep it for milliseconds.
         give_back = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
         self._give_back = give_back(("JaxsokReaderGiveBack", loaded))
-        self._handle = ctypes.c_void_p()
-        ordinal = 0 if device.platform == "cpu" else device.local_hardware_id
-        _require(loaded.JaxsokReaderOpen(ordinal, ctypes.byref(self._handle)))
-        weakref.finalize(self, loaded.JaxsokReaderClose, self._handle).atexit = False
+        handles = []
+        for device in devices:
+            handle = ctypes.c_void_p()
+            ordinal = 0 if device.platform == "cpu" else device.local_hardware_id
+            _require(loaded.JaxsokReaderOpen(ordinal, ctypes.byref(handle)))
+            weakref.finalize(self, loaded.JaxsokReaderClose, handle).atexit = False
+            handles.append(handle.value)
+        self._handles = np.array(handles, np.int64)
 
-    def begin(self, stores: Stores, asked: Asked, keys: Sequence[np.ndarray], *, waits: bool = False) -> "Begun":
-        """Begins to read a row for each key; `waits`: until they are there, in the same native call.
+    def lookup(
+        self, stores: Stores, asked: Asked, keys: Sequence[np.ndarray]
+    ) -> tuple[list[Float32[np.ndarray, "*num_keys dim"]], Int32[np.ndarray, "num_tables num_counts"]]:
+        """Reads a row for each key; gives the rows of each table, read-only, and their counts (`types.COUNTS`).
 
-        The arrays of `stores` must not change before the result is there. `keys` of each table are uint64 of any shape,
-        contiguous, and may change when this returns.
+        `keys` of each table are uint64 of any shape, contiguous. The arrays of `stores` must not change meanwhile.
+        RuntimeError: what the device refused.
         """
-        run = self._library.JaxsokReaderLookup if waits else self._library.JaxsokReaderBegin
-        inputs, answer = asked.inputs.copy(), _Answer()
+        parts, inputs, answer = np.stack([self._handles, stores.addresses], axis=1), asked.inputs.copy(), _Answer()
         inputs[:, 2] = pack.addresses(keys)
         inputs[:, 3] = [mine.size for mine in keys]
-        _require(run(self._handle, stores.address, inputs.ctypes.data, len(inputs), ctypes.byref(answer)))
-        return Begun(self._library.JaxsokReaderWait, answer, self._lend(answer), asked, inputs, [k.shape for k in keys])
-
-    def join(
-        self, shapes: Sequence[tuple[int, ...]], pieces: Sequence[tuple[int, np.ndarray, np.ndarray]]
-    ) -> list[Float32[np.ndarray, "*num_keys dim"]]:
-        """Makes arrays of rows from pieces: the number of an array, places of lines in it (int64), and their rows."""
-        begins = [0, *itertools.accumulate(-(-4 * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)]
-        arrays = [array for _, places, rows in pieces for array in (rows, places)]
-        lines = np.empty((len(pieces), 5), np.int64)
-        lines[:, :2] = pack.addresses(arrays).reshape(-1, 2)
-        lines[:, 2:] = [(len(places), shapes[number][-1], begins[number]) for number, places, _ in pieces]
-        answer = _Answer()
-        join = self._library.JaxsokReaderJoin
-        _require(join(self._handle, lines.ctypes.data, len(lines), begins[-1], ctypes.byref(answer)))
-        memory = memoryview(self._lend(answer)).toreadonly()
-        return [np.ndarray(shape, np.float32, memory, at) for shape, at in zip(shapes, begins, strict=False)]
-
-    def _lend(self, answer: _Answer) -> ctypes.Array:
+        run = self._library.JaxsokReaderLookup
+        _require(run(parts.ctypes.data, len(parts), inputs.ctypes.data, len(inputs), ctypes.byref(answer)))
         lent = (ctypes.c_char * answer.num_bytes).from_address(answer.memory)
         weakref.finalize(lent, _end, self, answer).atexit = False
-        return lent
-
-
-class Begun:
-    """A lookup that has begun; its memory comes back to the reader when no array of the result is left."""
-
-    def __init__(
-        self,
-        wait: Any,
-        answer: _Answer,
-        lent: ctypes.Array,
-        asked: Asked,
-        inputs: np.ndarray,
-        shapes: Sequence[tuple[int, ...]],
-    ) -> None:
-        self._wait, self._answer, self._lent = wait, answer, lent
-        self._asked, self._inputs, self._shapes = asked, inputs, shapes
-
-    def result(
-        self,
-    ) -> tuple[list[Float32[np.ndarray, "*num_keys dim"]], Int32[np.ndarray, "num_tables num_counts"]]:
-        """Waits for the rows of each table, read-only, and their counts (`types.COUNTS`)."""
-        answer, asked = self._answer, self._asked
-        if answer.running is not None:
-            _require(self._wait(ctypes.byref(answer)))
-        memory = memoryview(self._lent).toreadonly()
-        places = (self._inputs[:, 4] - answer.memory).tolist()
+        memory = memoryview(lent).toreadonly()
         rows = [
-            np.ndarray((*shape, dim), np.float32, memory, place)
-            for shape, dim, place in zip(self._shapes, asked.dims, places, strict=True)
+            np.ndarray((*mine.shape, dim), np.float32, memory, place)
+            for mine, dim, place in zip(keys, asked.dims, (inputs[:, 4] - answer.memory).tolist(), strict=True)
         ]
         shape = asked.num_counted, len(COUNTS)
         return rows, np.ndarray(shape, np.int32, memory, answer.counts - answer.memory)[asked.counted]
 
 
 def _end(reader: Reader, answer: _Answer) -> None:
-    reader._give_back(reader._handle, ctypes.addressof(answer))
+    reader._give_back(int(reader._handles[0]), ctypes.addressof(answer))
 
 
 def _require(error: bytes | None) -> None:

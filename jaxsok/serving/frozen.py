@@ -198,18 +198,16 @@ def require_tables(op: str, tables: Any, *, on_device: bool = False) -> None:
         )
 
 
-def stores_of(tables: FrozenTables, words: Sequence[Array], seed: Array) -> reader.Stores:
-    """Describes tables to a `reader.Reader`, with `tables.spec.words` and `SEED` on their device; waits for all."""
-    return reader.Stores(
-        [
-            reader.FrozenArrays(
-                *(store.index, store.counters, of_store, seed, store.rows),
-                *(store.host_rows or (None,)),
-                *(store.scales or (None,)),
-            )
-            for store, of_store in zip(tables.stores, words, strict=True)
-        ]
-    )
+def arrays_of(tables: FrozenTables, words: Sequence[Array], seed: Array) -> list[reader.FrozenArrays]:
+    """Gives the arrays of tables to a `reader.Reader`, with `tables.spec.words` and `SEED` on their device."""
+    return [
+        reader.FrozenArrays(
+            *(store.index, store.counters, of_store, seed, store.rows),
+            *(store.host_rows or (None,)),
+            *(store.scales or (None,)),
+        )
+        for store, of_store in zip(tables.stores, words, strict=True)
+    ]
 
 
 class RecordSource(Protocol):

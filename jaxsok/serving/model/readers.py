@@ -14,9 +14,8 @@ import numpy as np
 from jaxsok.kernels.reader import Asked, Reader, Stores
 from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.frozen import SEED, FrozenTables, stores_of
+from jaxsok.serving.frozen import SEED, FrozenTables, arrays_of
 from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
-from jaxsok.serving.model.store_plans import owners_of
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
 from jaxsok.serving.ready import Ready, Repeated, rest_s
 from jaxsok.types import COUNTS, PADDING_KEY
@@ -83,77 +82,86 @@ class _Sizes:
             yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
 
 
-class DeviceRows(_Programs):
-    """Reads the rows of one device, or of the host: a part of each version, by its number.
+class _NativeLookups:
+    """Lookups in some parts of each version, of which each has all rows, or those of the keys that it owns.
 
-    Lookups run no program of JAX, which would take their thread several times as long (decision 0033).
+    They run no program of JAX, which would take their thread several times as long (decision 0033).
     """
 
-    def __init__(self, config: ModelConfig, versions: Versions, part: int = 0) -> None:
-        self._config, self.versions, self._part = config, versions, part
-        tables = self._tables(versions.current)
-        self.sizes = _Sizes(config, tuple(tables.tables))
-        self.ready: Ready[Prediction] = Ready(self._compile)
-        (device,) = jax.tree.leaves(tables)[0].devices()
-        self.reader = Reader(device)
+    def __init__(self, config: ModelConfig, versions: Versions, parts: Sequence[int]) -> None:
+        self._is_fused, self._versions, self._parts = config.is_fused, versions, parts
         self._asked: dict[tuple[str, ...], tuple[tuple[str, ...], Asked]] = {}  # for the tables of requests
-        self._words, self._seed = jax.device_put((tables.spec.words, SEED), device)
-        self._stores = self._describe(versions.current)
+        tables = [versions.current.parts[part].tables for part in parts]
+        self._spec = tables[0].spec
+        devices = [next(iter(jax.tree.leaves(mine)[0].devices())) for mine in tables]
+        self._reader = Reader(devices)
+        self._words = [jax.device_put((self._spec.words, SEED), device) for device in devices]
+        self.keep(versions.current)
+
+    def keep(self, version: Version) -> None:
+        """Remembers where the arrays of a version lie, and forgets the one before."""
+        tables = [version.parts[part].tables for part in self._parts]
+        self._kept = (
+            version,
+            Stores([arrays_of(*mine) for mine in zip(tables, *zip(*self._words, strict=True), strict=True)]),
+        )
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        with self._versions.reading() as version:  # nothing is written into its arrays before this ends
+            if self._kept[0] is not version:
+                self.keep(version)
+            stores = self._kept[1]
+            sets = [tuple(keys)] if self._is_fused else [(name,) for name in keys]
+            found = [self._look_up(stores, names, keys) for names in sets]
+        values, (names, lines) = found[0]
+        if len(found) > 1:
+            values = {name: rows for mine, _ in found for name, rows in mine.items()}
+            names, lines = tuple(keys), np.concatenate([mine for _, (_, mine) in found])
+        return values, version.number, (names, lines)
+
+    def _look_up(
+        self, stores: Stores, given: tuple[str, ...], keys: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, np.ndarray], Counts]:
+        names, asked = self._asked.get(given) or self._ask(given)
+        mine = [keys[name] for name in names]
+        rows, counts = self._reader.lookup(stores, asked, mine)
+        values = dict(zip(names, rows, strict=True))
+        if names != given:
+            values = {name: values[name] for name in given}
+        return values, (names, _count_keys([array.size for array in mine], counts[:, _HITS_AND_MISSING]))
+
+    def _ask(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], Asked]:
+        places, stores = self._spec.places, self._spec.stores
+        names = tuple(sorted(given, key=places.__getitem__))
+        asked = Asked([places[name] for name in names], [store[0].dim for store in stores], list(map(len, stores)))
+        if len(self._asked) >= _MOST_ASKED:
+            self._asked.clear()
+        self._asked[given] = names, asked
+        return names, asked
+
+
+class DeviceRows(_Programs):
+    """Reads the rows of one device, or of the host: a part of each version, by its number."""
+
+    def __init__(self, config: ModelConfig, versions: Versions, part: int = 0) -> None:
+        self._versions, self._part = versions, part
+        self.sizes = _Sizes(config, tuple(self._tables(versions.current).tables))
+        self.ready: Ready[Prediction] = Ready(self._compile)
+        self._lookups = _NativeLookups(config, versions, [part])
 
     @property
     def num_bytes(self) -> int:
-        return self._tables(self.versions.current).num_bytes
+        return self._tables(self._versions.current).num_bytes
 
     def _tables(self, version: Version) -> FrozenTables:
         return version.parts[self._part].tables
 
-    def _describe(self, version: Version) -> tuple[Version, Stores]:
-        return version, stores_of(self._tables(version), self._words, self._seed)
-
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        with self.versions.reading() as version:
-            if self._config.is_fused:
-                values, counts = self.begin(version, keys, waits=True)()
-                return values, version.number, counts
-            found = [self.begin(version, {name: array}, waits=True)() for name, array in keys.items()]
-        values = {name: values[name] for values, ((name,), _) in found}
-        return values, version.number, (tuple(keys), np.concatenate([lines for _, (_, lines) in found]))
-
-    def begin(
-        self, version: Version, keys: Mapping[str, np.ndarray], *, waits: bool = False
-    ) -> Callable[[], tuple[dict[str, np.ndarray], Counts]]:
-        """Begins a lookup in a version that the caller is reading; gives a function that waits for rows and counts.
-
-        `waits`: it has waited already.
-        """
-        described = self._stores
-        if described[0] is not version:
-            self._stores = described = self._describe(version)
-        given = tuple(keys)
-        names, asked = self._asked.get(given) or self._ask(given)
-        begun = self.reader.begin(described[1], asked, [keys[name] for name in names], waits=waits)
-
-        def finish() -> tuple[dict[str, np.ndarray], Counts]:
-            rows, counts = begun.result()
-            values = dict(zip(names, rows, strict=True))
-            if names != given:
-                values = {name: values[name] for name in given}
-            return values, (names, _count_keys([keys[name].size for name in names], counts[:, _HITS_AND_MISSING]))
-
-        return finish
-
-    def _ask(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], Asked]:
-        spec = self._tables(self.versions.current).spec
-        names = tuple(sorted(given, key=spec.places.__getitem__))
-        dims, num_tables = [store[0].dim for store in spec.stores], list(map(len, spec.stores))
-        if len(self._asked) >= _MOST_ASKED:
-            self._asked.clear()
-        self._asked[given] = found = names, Asked([spec.places[name] for name in names], dims, num_tables)
-        return found
+        return self._lookups.lookup(keys)
 
     def predict(self, read: ReadInputs) -> Found:
         while True:
-            with self.versions.reading() as version:
+            with self._versions.reading() as version:
                 request, place = read(version.served), self.place_of(version)
                 if self.ready.has(place, request.program):
                     out = request.served.run(self._tables(version), request.leaves)
@@ -172,7 +180,7 @@ class DeviceRows(_Programs):
 
     def settle(self, now: Version) -> None:
         super().settle(now)
-        self._stores = self._describe(now)  # no older version is kept
+        self._lookups.keep(now)
 
     def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         form, served = place
@@ -182,7 +190,7 @@ class DeviceRows(_Programs):
 
     def start(self, *, warm_up: bool) -> None:
         """Compiles the first programs, and runs each of them once; called before the first request."""
-        version, self.is_warmed_up = self.versions.current, warm_up
+        version, self.is_warmed_up = self._versions.current, warm_up
         for program in self.first_programs(version.served) if warm_up else ():
             self.ready.make(self.place_of(version), program)
             shapes = version.served.leaves_of(program.sizes)
@@ -363,29 +371,18 @@ RowReader: TypeAlias = DeviceRows | CachedRows | Replicas
 class SplitRows(Replicas):
     """Reads each row from the device that owns its key."""
 
-    _readers: Sequence[DeviceRows]
+    def __init__(self, config: ModelConfig, versions: Versions) -> None:
+        parts = range(len(versions.current.parts))
+        super().__init__([DeviceRows(config, versions, part) for part in parts])
+        self._lookups = _NativeLookups(config, versions, parts)
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        owners = {name: owners_of(array.reshape(-1), len(self._readers)) for name, array in keys.items()}
-        places = [
-            {name: np.flatnonzero(mine == number) for name, mine in owners.items()}
-            for number in range(len(self._readers))
-        ]
-        asked = {
-            number: {name: keys[name].reshape(-1)[at] for name, at in mine.items()}
-            for number, mine in enumerate(places)
-            if number == 0 or any(at.size for at in mine.values())
-        }
-        with self._readers[0].versions.reading() as version:  # all of them have the same
-            begun = [(number, self._readers[number].begin(version, mine)) for number, mine in asked.items()]
-            found = [(number, finish()) for number, finish in begun]
-        pieces, shapes = list[tuple[int, np.ndarray, np.ndarray]](), []
-        for of_table, (name, array) in enumerate(keys.items()):
-            shapes.append((*array.shape, found[0][1][0][name].shape[-1]))
-            pieces += [(of_table, places[number][name], values[name]) for number, (values, _) in found]
-        values = dict(zip(keys, self._readers[0].reader.join(shapes, pieces), strict=True))
-        (names, _), lines = found[0][1][1], [counts[1] for _, (_, counts) in found]
-        return values, version.number, (names, np.sum(lines, axis=0))
+        return self._lookups.lookup(keys)
+
+    def settle(self, now: Version) -> None:
+        for reader in self._readers:
+            reader.settle(now)
+        self._lookups.keep(now)
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:

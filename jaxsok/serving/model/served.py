@@ -349,9 +349,10 @@ def open_model(
     versions = stored or Versions(config, given, key_bits=whole.key_bits, memory=memory, served=dense_model)
     if is_cached or isinstance(versions, StoredVersions):
         reader = _reader_of([CachedRows(config, versions, at) for at in device.devices])
+    elif config.is_split:
+        reader = SplitRows(config, versions)
     else:
-        parts = [DeviceRows(config, versions, part) for part in range(len(versions.current.parts))]
-        reader = SplitRows(parts) if config.is_split else _reader_of(parts)
+        reader = _reader_of([DeviceRows(config, versions, part) for part in range(len(versions.current.parts))])
     served = Served(config, versions, device.devices, reader, warm_up=warm_up)
     for part in versions.current.own_parts:
         for of_store in part.maps:
