@@ -206,9 +206,7 @@ def _training(options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """Runs `main` in a process of its own, which has written the first export on return."""
     command = [sys.executable, "-m", "benchmarks.bench_fresh"]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    # The device serves. The C library keeps large memory: the system clears new pages, which takes as long as the copy.
-    environment = {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "4294967296", **os.environ}
-    environment |= {"JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}  # The device serves.
     if _training_device() == "gpu":  # Its memory is what the pool of this process has left.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         last = visible[-1] or str(jax.local_device_count() - 1)

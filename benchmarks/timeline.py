@@ -3,11 +3,10 @@
 Question: where does a step's time go, and what are the gaps?
 Command:  `python -m jaxsok bench --only dcnv2 --trace FOLDER` writes a profile of steps that are fed from files;
           `python -m benchmarks.timeline FOLDER --steps 8 --out step.svg` draws one of them, and prints its gaps.
-Last result: none yet.
+Last result: docs/results/dcnv2.md.
 
-A profile is an `xplane.pb` file of JAX's profiler. The picture shows its middle step on all devices, which have a row for
-each stream. The profiler slows kernels a little, and starts later ones late,
-so the times of `bench` are the ones to quote.
+A profile is an `xplane.pb` file of JAX's profiler. The picture shows one of its steps on all devices, the middle one by
+default. The profiler slows kernels and the host, so the times of `bench` are the ones to quote.
 """
 
 import argparse
@@ -83,11 +82,12 @@ def read(path: pathlib.Path) -> dict[str, Streams]:
     return devices
 
 
-def middle_step(devices: dict[str, Streams], num_steps: int) -> tuple[float, float]:
-    """Returns the begin and the end of the middle one of so many steps.
+def step_of(devices: dict[str, Streams], num_steps: int, number: int | None = None) -> tuple[float, float]:
+    """Returns the begin and the end of one of so many steps, by its number from 0; None: the middle one.
 
     A step begins with the kernel that takes most of the time among those that run once in each step on the first
-    device. ValueError: no kernel runs as often as there are steps, which are two or more.
+    device, so that the last one has no end. ValueError: no kernel runs as often as there are steps, which are two or
+    more; or no such step.
     """
     events: dict[str, list[Event]] = {}
     for event in itertools.chain(*next(iter(devices.values())).values()):
@@ -97,8 +97,10 @@ def middle_step(devices: dict[str, Streams], num_steps: int) -> tuple[float, flo
         raise ValueError(f"timeline: steps: got {num_steps}, wanted at least 2, as many as some kernel has runs.")
     longest = max(once, key=lambda mine: sum(event.end - event.begin for event in mine))
     begins = sorted(event.begin for event in longest)
-    middle = (num_steps - 1) // 2
-    return begins[middle], begins[middle + 1]
+    number = (num_steps - 1) // 2 if number is None else number
+    if not 0 <= number < num_steps - 1:
+        raise ValueError(f"timeline: step: got {number}, wanted 0 to {num_steps - 2}.")
+    return begins[number], begins[number + 1]
 
 
 def cut(streams: Streams, begin: float, end: float) -> Streams:
@@ -141,17 +143,21 @@ def describe(device: str, streams: Streams, length: float) -> str:
 
 
 def draw(devices: dict[str, Streams], length: float, path: pathlib.Path) -> None:
-    """Draws a row for each stream that works, as a PNG or SVG file."""
+    """Draws two rows for each device, of its busiest stream and of the others, as a PNG or SVG file."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    rows = [
-        (f"{device}\n{name.split('(')[0]}", events) for device, own in devices.items() for name, events in own.items()
-    ]
-    rows = [row for row in rows if row[1]]
+    rows = []
+    for device, streams in devices.items():
+        busiest, *others = sorted(
+            streams.values(), key=lambda events: -sum(event.end - event.begin for event in events)
+        )
+        rows.append((device, busiest))
+        if any(others):
+            rows.append(("other streams", list(itertools.chain(*others))))
     with matplotlib.rc_context(plots.STYLE):
         figure, axes = plt.subplots(figsize=(10, 1.2 + 0.55 * len(rows)))
         for y, (_, events) in enumerate(rows):
@@ -176,14 +182,15 @@ def _short(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws the middle step of a profile, and prints where its time goes."""
+    """Draws a step of a profile, and prints where its time goes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__.split("\n")[0])
     parser.add_argument("profile", type=pathlib.Path, help="an xplane.pb file, or a folder with one of them")
     parser.add_argument("--steps", type=int, required=True, help="steps in the profile")
+    parser.add_argument("--step", type=int, help="the step to draw, from 0; default: the middle one")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("step.svg"), help="PNG or SVG file")
     options = parser.parse_args(arguments)
     devices = read(options.profile)
-    begin, end = middle_step(devices, options.steps)
+    begin, end = step_of(devices, options.steps, options.step)
     step = {device: cut(streams, begin, end) for device, streams in devices.items()}
     for device, streams in step.items():
         print(describe(device, streams, end - begin))

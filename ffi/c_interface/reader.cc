@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "../core/hash.h"
@@ -18,7 +19,7 @@ namespace jaxsok {
 namespace {
 
 constexpr int64_t kLeastBytes = 64 << 10;
-constexpr int64_t kKeptBytes = int64_t{1} << 30;  // kept for answers to come; more, if more were lent at one time
+constexpr int64_t kKeptBytes = int64_t{1} << 30;  // kept for answers to come, or twice what was lent at one time
 constexpr int64_t kAlignment = 64;
 thread_local std::string last_error;
 
@@ -56,12 +57,13 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       lent_bytes_ += size;
       most_lent_bytes_ = std::max(most_lent_bytes_, lent_bytes_);
-      std::vector<void*>& blocks = free_[size];
-      if (!blocks.empty()) {
-        void* block = blocks.back();
-        blocks.pop_back();
+      const auto found =
+          std::find_if(free_.rbegin(), free_.rend(), [&](const Block& b) { return b.num_bytes == size; });
+      if (found != free_.rend()) {
+        void* memory = found->memory;
+        free_.erase(std::next(found).base());
         free_bytes_ -= size;
-        return block;
+        return memory;
       }
     }
     try {
@@ -73,23 +75,30 @@ class Pool {
     }
   }
 
-  void GiveBack(const Device& device, void* block, int64_t num_bytes) {
+  void GiveBack(const Device& device, void* memory, int64_t num_bytes) {
+    std::list<Block> deleted;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       lent_bytes_ -= num_bytes;
-      if (lent_bytes_ + free_bytes_ + num_bytes <= std::max(kKeptBytes, most_lent_bytes_)) {
-        free_[num_bytes].push_back(block);
-        free_bytes_ += num_bytes;
-        return;
+      free_.push_back({memory, num_bytes});
+      free_bytes_ += num_bytes;
+      // The oldest go first: of sizes that nobody asks for any more.
+      while (lent_bytes_ + free_bytes_ > std::max(kKeptBytes, 2 * most_lent_bytes_) && !free_.empty()) {
+        free_bytes_ -= free_.front().num_bytes;
+        deleted.splice(deleted.end(), free_, free_.begin());
       }
     }
-    device.DeleteHostMemory(block);
+    for (const Block& block : deleted) device.DeleteHostMemory(block.memory);
   }
 
  private:
+  struct Block {
+    void* memory;
+    int64_t num_bytes;
+  };
   std::mutex mutex_;
   // All below under `mutex_`.
-  std::unordered_map<int64_t, std::vector<void*>> free_;  // by size
+  std::list<Block> free_;  // in the order in which they came back
   int64_t free_bytes_ = 0, lent_bytes_ = 0, most_lent_bytes_ = 0;
 };
 
