@@ -8,7 +8,7 @@ Limit:    the rows of the misses at the speed of a copy from pinned host memory,
           a copy on the device. For answers in host memory: the hits' rows at the speed of a copy to it, or the misses'
           rows at that of a copy from it, whichever takes longer, since both can go on at the same time.
 Command:  `python -m jaxsok bench --only cache`
-Last result: docs/results/serving.md (one H200, commit f1daeda).
+Last result: docs/results/serving.md (one H100, commit 3a9cc68).
 
 "To the device" leaves the rows there, for a model: the rows of the distinct keys as tables of their own, and one lookup
 of the keys in these. "To the host" gives NumPy arrays. Keys begin on the host in both. Time is that of a caller who

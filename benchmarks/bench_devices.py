@@ -5,7 +5,7 @@ Workload: 8 tables of 500,000 rows of 128 floats, all rows on the devices; threa
           2,048 or 16,384 samples with a key of each table, and wait for the rows in host memory.
 Limit:    as many times as many as one device as there are devices; the target is 3.5 times on 4.
 Command:  `python -m jaxsok bench --only devices`
-Last result: docs/results/serving.md (four H200s, commit 94ebfd2).
+Last result: docs/results/serving.md (two H200s, commit a47ab34).
 
 Requests go to replicas by turns. Split tables have each row on one device: each request asks all of them. With one
 device both are the same. On a CPU, devices are made by `XLA_FLAGS=--xla_force_host_platform_device_count=4`; they

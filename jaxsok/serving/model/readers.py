@@ -85,7 +85,7 @@ class _Sizes:
 class _NativeLookups:
     """Lookups in some parts of each version, of which each has all rows, or those of the keys that it owns.
 
-    They run no program of JAX, which would take their thread several times as long (decision 0033).
+    They run no program of JAX, which would take their thread several times as long (decision 0034).
     """
 
     def __init__(self, config: ModelConfig, versions: Versions, parts: Sequence[int]) -> None:
