@@ -123,8 +123,8 @@ class Session:
     def lookup(self, keys: Mapping[str, Any], model: str | None = None) -> Answer:
         """Reads rows: float32 `[*shape, dim]` by table, read-only.
 
-        From tables on a GPU they lie in pinned host memory, and all arrays of an answer may be one piece of it: copy
-        rows that are to be kept.
+        All arrays of an answer lie in one piece of memory, pinned for tables on a GPU, which is used again when none of
+        them is left: copy rows that are to be kept.
 
         `keys` are NumPy integers of any shape by table; not every table needs some. Negative int64 are the uint64 of
         the same bits; PADDING_KEY (-1) reads zeros. Missing keys read the default of their table, or the row that they

@@ -1,6 +1,7 @@
 """Updates make no request wait for a compiler: what was compiled for a version is compiled for the next one first."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import subprocess
@@ -19,7 +20,6 @@ from jaxsok.serving import ready as ready_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
-from jaxsok.serving.model import readers
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "ad": 3}
@@ -172,7 +172,7 @@ def test_an_update_compiles_before_it_is_served(tmp_path, tier, in_place, what, 
 
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
-    """A program for all tables answers requests for some tables until theirs is compiled; the bits are the same."""
+    """A request for some tables compiles nothing; over a cache a larger program answers until its own is there."""
     content = content_of(0, 410 + 10 * list(TIERS).index(tier))
     model = model_of(folders_of(tmp_path, content), per_sample=40, max_batch_size=64, **TIERS[tier])
     with open(config_of(model)) as session:
@@ -187,8 +187,6 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 assert COMPILATIONS.since(start) == 0
                 if tier == "cache":
                     served.reader.cache.drain()
-                else:
-                    served.reader.ready.background.drain()
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
@@ -197,10 +195,6 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
         if tier == "cache":
             assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
             assert {(256, size) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
-        else:
-            made = served.reader.ready._made[served.reader.place_of(served.versions.current)]
-            own = {program for program in made if len(program) == 1}
-            assert own == {((name, size),) for name in DIMS for size in (640, 1280)}
 
 
 def test_models_with_a_batch_of_its_own(tmp_path):
@@ -251,13 +245,14 @@ def test_programs_that_are_remembered_are_bounded():
 
 
 def other_sizes(ready, monkeypatch):
-    """Sends a request of another size during each compilation; returns what was compiled."""
+    """Sends a prediction of another size during each compilation; returns what was compiled."""
     made = []
 
     def compile_one(where, program):
         made.append(program)
         assert len(made) < 10 * ready_lib.MOST_USED
-        ready.has(where, (("user", 10_000 + len(made)),))
+        sizes = tuple((size + 1024 * len(made), bags) for size, bags in program.sizes)
+        ready.has(where, dataclasses.replace(program, sizes=sizes))
 
     monkeypatch.setattr(ready, "_compile", compile_one)
     return made
@@ -270,8 +265,8 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
     dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
     model = model_of(folders_of(tmp_path, content), dense_file=dense[0], **TIERS["device"])
     with open(config_of(model), warm_up=False) as session:
-        for size in (7, 150):
-            session.lookup({name: np.arange(size) for name in DIMS})
+        for size in (7, 50):
+            session.predict(request(size, 2))
         served = session._models["dlrm"]
         made, are_held = other_sizes(served.reader.ready, monkeypatch), []
         compile_one = served.reader.ready._compile
@@ -403,34 +398,6 @@ def test_who_waited_for_a_compilation_that_failed_tries_it():
     with pytest.raises(MemoryError):
         made.clear()
         ready.make("a", "another")
-
-
-def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkeypatch):
-    """The program for all tables answers only if its rows are few enough; otherwise their own is compiled at once."""
-    monkeypatch.setattr(readers, "MOST_EXTRA_BYTES", 128 * 4 * 4)
-    monkeypatch.setattr(readers, "MOST_SETS", 2)  # All tables, and one more.
-    content = content_of(0, 37)
-    tables = {**folders_of(tmp_path, content), "item": (write(tmp_path / "item", rows_of(range(9), 4)), 4)}
-    with open(config_of(model_of(tables, max_batch_size=32))) as session:
-        served = session._models["dlrm"]
-
-        def own(*names):
-            keys = {name: np.arange(size) for name in names}
-            answer = session.lookup(keys)
-            for name in names:
-                wanted = rows_of(range(9), 4) if name == "item" else content[name]
-                np.testing.assert_array_equal(answer[name], expect(wanted, keys[name], 0.0, tables[name][1]))
-            made = served.reader.ready._made[served.reader.place_of(served.versions.current)]
-            return {program for program in made if len(program) < len(tables)}
-
-        size = 7
-        assert own("user", "ad") == set()  # item's rows reach the limit; compiled in the background
-        served.reader.ready.background.drain()
-        assert own("user", "ad") == {(("user", 128), ("ad", 128))}
-        size = 200
-        first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
-        assert own("user", "ad") == first
-        assert own("ad", "item") == first | {(("ad", 256),), (("item", 256),)}  # one program per table
 
 
 def test_a_thread_that_does_not_start(monkeypatch, caplog):

@@ -99,18 +99,18 @@ class _NativeLookups:
         self.keep(versions.current)
 
     def keep(self, version: Version) -> None:
-        """Remembers where the arrays of a version lie, and forgets the one before."""
+        """Remembers where the arrays of the served version lie, and forgets the one before."""
+        self._kept = version, self._describe(version)
+
+    def _describe(self, version: Version) -> Stores:
         tables = [version.parts[part].tables for part in self._parts]
-        self._kept = (
-            version,
-            Stores([arrays_of(*mine) for mine in zip(tables, *zip(*self._words, strict=True), strict=True)]),
-        )
+        return Stores([arrays_of(mine, *of_device) for mine, of_device in zip(tables, self._words, strict=True)])
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         with self._versions.reading() as version:  # nothing is written into its arrays before this ends
-            if self._kept[0] is not version:
-                self.keep(version)
-            stores = self._kept[1]
+            kept, stores = self._kept
+            if kept is not version:  # an update is about to end
+                stores = self._describe(version)
             sets = [tuple(keys)] if self._is_fused else [(name,) for name in keys]
             found = [self._look_up(stores, names, keys) for names in sets]
         values, (names, lines) = found[0]
