@@ -53,42 +53,36 @@ class Pool {
     while (size < *num_bytes) size *= 2;
     const int64_t step = std::max(kLeastBytes, size / 8);  // so that less than a fifth is wasted
     *num_bytes = size = CeilDiv(std::max<int64_t>(*num_bytes, 1), step) * step;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      lent_bytes_ += size;
-      most_lent_bytes_ = std::max(most_lent_bytes_, lent_bytes_);
-      const auto found =
-          std::find_if(free_.rbegin(), free_.rend(), [&](const Block& b) { return b.num_bytes == size; });
-      if (found != free_.rend()) {
-        void* memory = found->memory;
-        free_.erase(std::next(found).base());
-        free_bytes_ -= size;
-        return memory;
+    std::list<Block> deleted;
+    void* memory = Take(size, &deleted);
+    for (const Block& block : deleted) device.DeleteHostMemory(block.memory);
+    if (memory == nullptr) {
+      try {
+        memory = device.NewHostMemory(static_cast<size_t>(size));
+      } catch (const Error&) {
+        TakeAll(&deleted);  // of other sizes
+        for (const Block& block : deleted) device.DeleteHostMemory(block.memory);
+        memory = device.NewHostMemory(static_cast<size_t>(size));
       }
     }
-    try {
-      return device.NewHostMemory(static_cast<size_t>(size));
-    } catch (...) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      lent_bytes_ -= size;
-      throw;
-    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    lent_bytes_ += size;
+    most_lent_bytes_ = std::max(most_lent_bytes_, lent_bytes_);
+    return memory;
   }
 
-  void GiveBack(const Device& device, void* memory, int64_t num_bytes) {
-    std::list<Block> deleted;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      lent_bytes_ -= num_bytes;
-      free_.push_back({memory, num_bytes});
-      free_bytes_ += num_bytes;
-      // The oldest go first: of sizes that nobody asks for any more.
-      while (lent_bytes_ + free_bytes_ > std::max(kKeptBytes, 2 * most_lent_bytes_) && !free_.empty()) {
-        free_bytes_ -= free_.front().num_bytes;
-        deleted.splice(deleted.end(), free_, free_.begin());
-      }
+  /// Takes memory back. It deletes none, since its caller may have Python's lock, and the driver waits for the device.
+  void GiveBack(void* memory, int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lent_bytes_ -= num_bytes;
+    most_lent_bytes_ = std::max(lent_bytes_, most_lent_bytes_ - most_lent_bytes_ / 1024);  // a peak is forgotten
+    free_.push_back({memory, num_bytes});
+    free_bytes_ += num_bytes;
+    // The oldest go first: of sizes that nobody asks for any more.
+    while (lent_bytes_ + free_bytes_ > std::max(kKeptBytes, 2 * most_lent_bytes_) && !free_.empty()) {
+      free_bytes_ -= free_.front().num_bytes;
+      deleted_.splice(deleted_.end(), free_, free_.begin());
     }
-    for (const Block& block : deleted) device.DeleteHostMemory(block.memory);
   }
 
  private:
@@ -96,9 +90,30 @@ class Pool {
     void* memory;
     int64_t num_bytes;
   };
+
+  /// Takes the last free block of a size, or nullptr, and what is to be deleted.
+  void* Take(int64_t size, std::list<Block>* deleted) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    deleted->swap(deleted_);
+    const auto found = std::find_if(free_.rbegin(), free_.rend(), [&](const Block& b) { return b.num_bytes == size; });
+    if (found == free_.rend()) return nullptr;
+    void* memory = found->memory;
+    free_.erase(std::next(found).base());
+    free_bytes_ -= size;
+    return memory;
+  }
+
+  void TakeAll(std::list<Block>* blocks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    blocks->clear();
+    blocks->swap(free_);
+    free_bytes_ = 0;
+  }
+
   std::mutex mutex_;
   // All below under `mutex_`.
-  std::list<Block> free_;  // in the order in which they came back
+  std::list<Block> free_;     // in the order in which they came back
+  std::list<Block> deleted_;  // by the next lookup
   int64_t free_bytes_ = 0, lent_bytes_ = 0, most_lent_bytes_ = 0;
 };
 
@@ -108,7 +123,7 @@ class Owned {
   explicit Owned(Device& device) : device_(device) {}
   ~Owned() {
     running_.reset();  // nothing writes it any more
-    if (answer.memory != nullptr) Pool::Get().GiveBack(device_, answer.memory, answer.num_bytes);
+    if (answer.memory != nullptr) Pool::Get().GiveBack(answer.memory, answer.num_bytes);
   }
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
@@ -351,7 +366,7 @@ JAXSOK_VISIBLE const char* JaxsokReaderLookup(const jaxsok::ReaderPart* parts, i
   });
 }
 
-/// Takes back the memory of an answer.
-JAXSOK_VISIBLE void JaxsokReaderGiveBack(Device* reader, const jaxsok::ReaderAnswer* answer) {
-  jaxsok::Pool::Get().GiveBack(*reader, answer->memory, answer->num_bytes);
+/// Takes back the memory of an answer, if it has some.
+JAXSOK_VISIBLE void JaxsokReaderGiveBack(const jaxsok::ReaderAnswer* answer) {
+  if (answer->memory != nullptr) jaxsok::Pool::Get().GiveBack(answer->memory, answer->num_bytes);
 }

@@ -68,6 +68,10 @@ class _Answer(ctypes.Structure):
     _fields_ = (("counts", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
 
 
+class _Owner:
+    """Is alive as long as an array of its answer is."""
+
+
 class Reader:
     """Reads rows of one device, or of several that own keys of their own, for the host and for callers in any thread.
 
@@ -77,7 +81,7 @@ class Reader:
     def __init__(self, devices: Sequence[Any]) -> None:
         self._library = loaded = library.load_for(devices[0].platform)
         # With the interpreter's lock: another thread that got it in so short a call might keep it for milliseconds.
-        give_back = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+        give_back = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
         self._give_back = give_back(("JaxsokReaderGiveBack", loaded))
         handles = []
         for device in devices:
@@ -96,13 +100,16 @@ class Reader:
         `keys` of each table are uint64 of any shape, contiguous. The arrays of `stores` must not change meanwhile.
         RuntimeError: what the device refused.
         """
-        parts, inputs, answer = np.stack([self._handles, stores.addresses], axis=1), asked.inputs.copy(), _Answer()
+        answer, owner = _Answer(), _Owner()
+        # First, since Ctrl-C may come as soon as the memory is lent.
+        weakref.finalize(owner, _end, self, answer).atexit = False
+        parts, inputs = np.stack([self._handles, stores.addresses], axis=1), asked.inputs.copy()
         inputs[:, 2] = pack.addresses(keys)
         inputs[:, 3] = [mine.size for mine in keys]
         run = self._library.JaxsokReaderLookup
         _require(run(parts.ctypes.data, len(parts), inputs.ctypes.data, len(inputs), ctypes.byref(answer)))
-        lent = (ctypes.c_char * answer.num_bytes).from_address(answer.memory)
-        weakref.finalize(lent, _end, self, answer).atexit = False
+        lent: Any = (ctypes.c_char * answer.num_bytes).from_address(answer.memory)
+        lent.owner = owner
         memory = memoryview(lent).toreadonly()
         rows = [
             np.ndarray((*mine.shape, dim), np.float32, memory, place)
@@ -113,7 +120,7 @@ class Reader:
 
 
 def _end(reader: Reader, answer: _Answer) -> None:
-    reader._give_back(int(reader._handles[0]), ctypes.addressof(answer))
+    reader._give_back(ctypes.addressof(answer))
 
 
 def _require(error: bytes | None) -> None:

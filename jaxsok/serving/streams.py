@@ -379,20 +379,27 @@ class Follower(Repeated):
     def _forget(self, uuids: Iterable[str]) -> None:
         """Removes the files of versions."""
         for uuid in uuids:
-            path = self._fetched.pop(uuid)
-            if path.parent == pathlib.Path(self._folder.name):
-                shutil.rmtree(path)
+            path = self._fetched.pop(uuid, None)
+            if path is not None and path.parent == pathlib.Path(self._folder.name):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _fetch(self, entry: _Entry) -> None:
         """Writes the files of a version into a folder; their checksums are those of the manifest."""
-        if entry.uuid in self._fetched:
-            return
         if entry.path is not None:
             self._fetched[entry.uuid] = pathlib.Path(entry.path)
             return
         path = pathlib.Path(self._folder.name) / entry.uuid
-        shutil.rmtree(path, ignore_errors=True)  # of an attempt that failed
-        path.mkdir()
+        if entry.uuid in self._fetched and path.exists():
+            return
+        try:
+            path.mkdir(parents=True)  # a system may remove old temporary folders
+            self._write_files(entry, path)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        self._fetched[entry.uuid] = path
+
+    def _write_files(self, entry: _Entry, path: pathlib.Path) -> None:
         payload = entry.payload
         chunks = (self._stream.call(lambda client, i=i: client.lindex(payload, i)) for i in itertools.count())
         for name, size in entry.files:
@@ -405,7 +412,6 @@ class Follower(Repeated):
                             f"last {rest}; it was trimmed meanwhile, or Redis has lost it."
                         )
                     file.write(chunk)
-        self._fetched[entry.uuid] = path
 
 
 def _push(payload: str, chunk: bytes, client: Any) -> None:

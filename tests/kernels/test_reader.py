@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import gc
+import resource
+import signal
 
 import hypothesis
 import hypothesis.strategies as st
@@ -134,6 +136,33 @@ def test_memory_is_used_again(worlds, num_parts):
     world.check(keys, first)
     with pytest.raises(ValueError, match="read-only"):
         first[0][0][0] = 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_what_a_signal_interrupts_gives_its_memory_back(worlds):
+    """A lookup that Ctrl-C or a timer ends keeps no memory."""
+    world, keys = worlds[1], {3: np.arange(20_000, dtype=np.uint64)}  # 10 MB of rows
+    resource_of = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # noqa: E731
+
+    def end(*_):
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        world.lookup(keys)
+    before, num_ended, former = resource_of(), 0, signal.signal(signal.SIGALRM, end)
+    try:
+        for number in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 + number % 20 * 2e-4)
+                world.lookup(keys)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_ended += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    assert num_ended > 20
+    assert resource_of() - before < 400 << 10, "KiB: 200 answers have 2 GB"
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

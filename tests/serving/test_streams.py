@@ -400,6 +400,29 @@ def test_versions_are_fetched_while_others_are_applied(url, server, tmp_path, mo
     training.publisher.close()
 
 
+def test_files_of_a_version_that_is_trimmed_go(url, server, tmp_path):
+    """Nothing stays of a version that is trimmed while it is read; a temporary folder that went is made again."""
+    training = Training(tmp_path, url)
+    with serve(url, training) as session:
+        follower = session._followers["dlrm"]
+        follower.close(None)
+        folder = pathlib.Path(follower._folder.name)
+        training.publish()
+        (entry,) = follower._stream.entries(follower._position)
+        chunks = server.client.lrange(entry.payload, 0, -1)
+        server.client.ltrim(entry.payload, 0, len(chunks) // 2)
+        folder.mkdir()
+        with pytest.raises(ServingError, match="it was trimmed meanwhile"):
+            follower.look()
+        assert not list(folder.iterdir())
+        server.client.delete(entry.payload)
+        server.client.rpush(entry.payload, *chunks)
+        folder.rmdir()
+        assert follower.look() == 1
+        assert serves(session, training)
+    training.publisher.close()
+
+
 def test_metrics_and_configuration(url, tmp_path):
     training = Training(tmp_path, url)
     given = config(url, training)

@@ -142,6 +142,7 @@ class DeviceCache:
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
                 lines = fetched[part.name].put_into(lines, view_on_host(found.out.inverse[part.store])[part.lines])
+            lines.flags.writeable = False
             rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
         return CachedRows(rows, found.snapshot.version, found.hit_rates)
 

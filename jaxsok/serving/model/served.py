@@ -256,7 +256,7 @@ class _Workers:
             self._waiting.append(turn)
         try:
             turn.acquire()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C while it waits
             with self._lock:
                 is_waiting = turn in self._waiting
                 if is_waiting:
