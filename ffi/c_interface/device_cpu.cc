@@ -1,12 +1,10 @@
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <new>
-#include <system_error>
 #include <thread>
-#include <vector>
 
 #include "../kernels/index_cpu.h"
+#include "../kernels/thread_executor_cpu.h"
 #include "device.h"
 #include "error.h"
 
@@ -21,29 +19,6 @@ class CallingThread final : public Executor {
   void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
     for (int64_t i = 0; i < num_tasks; ++i) task(i);
   }
-};
-
-/// An executor with threads of its own, for lookups that are worth the time to start them.
-class OwnThreads final : public Executor {
- public:
-  explicit OwnThreads(int num_threads) : num_threads_(num_threads) {}
-  int num_threads() const override { return num_threads_; }
-  void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
-    std::atomic<int64_t> next{0};
-    const auto work = [&] {
-      for (int64_t i = next++; i < num_tasks; i = next++) task(i);
-    };
-    std::vector<std::thread> threads;
-    try {
-      for (int64_t t = 1; t < std::min<int64_t>(num_threads_, num_tasks); ++t) threads.emplace_back(work);
-    } catch (const std::system_error&) {  // no more threads: those that there are do the work
-    }
-    work();
-    for (std::thread& thread : threads) thread.join();
-  }
-
- private:
-  int num_threads_;
 };
 
 /// Prefetches the rows of features with few keys, all features at once.
@@ -109,7 +84,7 @@ class Host final : public Device {
     for (int32_t s = 0; s < num_lookups; ++s) num_bytes += lookups[s].batch.num_keys * lookups[s].store.dim * 4;
     const auto num_threads = std::min<int64_t>(num_bytes / kBytesOfThread, std::thread::hardware_concurrency());
     if (num_threads > 1) {
-      OwnThreads threads(static_cast<int>(num_threads));
+      ThreadExecutor threads(static_cast<int>(num_threads));
       LookUp(&threads, lookups, num_lookups, counts);
     } else {
       CallingThread thread;

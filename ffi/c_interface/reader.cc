@@ -78,7 +78,7 @@ class Pool {
     most_lent_bytes_ = std::max(lent_bytes_, most_lent_bytes_ - most_lent_bytes_ / 1024);  // a peak is forgotten
     free_.push_back({memory, num_bytes});
     free_bytes_ += num_bytes;
-    // The oldest go first: of sizes that nobody asks for any more.
+    // Those that have been free for longest are deleted first: their sizes are probably not in use any more.
     while (lent_bytes_ + free_bytes_ > std::max(kKeptBytes, 2 * most_lent_bytes_) && !free_.empty()) {
       free_bytes_ -= free_.front().num_bytes;
       deleted_.splice(deleted_.end(), free_, free_.begin());

@@ -1,17 +1,14 @@
-// Helpers of the C++ tests: checks that count, threads, random numbers. There is no framework: ctest reads the exit
+// Helpers of the C++ tests: checks that count, random numbers. There is no framework: ctest reads the exit
 // status, and the log has the failed source line and its seed.
 #ifndef JAXSOK_TESTS_TESTING_H_
 #define JAXSOK_TESTS_TESTING_H_
 
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
-#include <thread>
 #include <vector>
 
-#include "../kernels/stream.h"
+#include "../kernels/thread_executor_cpu.h"
 
 namespace jaxsok {
 
@@ -48,26 +45,6 @@ class Random {
 
  private:
   uint64_t state_;
-};
-
-/// An executor that starts threads for each call.
-class ThreadExecutor final : public Executor {
- public:
-  explicit ThreadExecutor(int num_threads) : num_threads_(num_threads) {}
-  int num_threads() const override { return num_threads_; }
-  void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
-    std::atomic<int64_t> next{0};
-    const auto work = [&] {
-      for (int64_t i = next++; i < num_tasks; i = next++) task(i);
-    };
-    std::vector<std::thread> threads;
-    for (int t = 1; t < num_threads_ && t < num_tasks; ++t) threads.emplace_back(work);
-    work();
-    for (std::thread& thread : threads) thread.join();
-  }
-
- private:
-  int num_threads_;
 };
 
 template <typename T>
