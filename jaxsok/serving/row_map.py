@@ -143,7 +143,7 @@ class RowMap:
     def next_index(
         self, old: "RowMap", index: UInt32[Array, "num_buckets 16"]
     ) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-        """Makes the index on the device of an older map's index, and sends only the buckets that differ if they are few."""
+        """Makes the index on the device of an older one, and sends only the buckets that differ if they are few."""
         (device,) = index.devices()
         most = self.num_buckets // _LEAST_SAVED
         changed = self._buckets_unlike(old, most) if self.num_buckets == old.num_buckets else None
