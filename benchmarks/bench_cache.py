@@ -15,13 +15,18 @@ of the keys in these. "To the host" gives NumPy arrays. Keys begin on the host i
 waits for each lookup; keys/s also with several threads, each of which waits for its own. `on_device_ms` is of lookups
 in a row whose keys are on the device. "That reads host memory": no
 cache, but frozen tables with a tenth of the rows on the device, and a kernel that reads the others over the link
-(`device_share`); the hits are keys of the former. Peers: `jnp.take` on an array
+(`device_share`); the hits are keys of the former. "From C": the same tables in a folder, opened and read through
+jaxsok.h (`frozen_c.py`), without JAX, by the program that calls NVE. Peers: `jnp.take` on an array
 that has all rows on the device, given row numbers; FBGEMM's UVM cache (`fbgemm_cache.py`) and NVE's (`nve.py`) on the
 same ids.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
+import pathlib
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,10 +49,11 @@ from jaxsok.serving.frozen import (
     arrays_of,
     freeze_records,
 )
+from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.serving.row_map import RowMap, host_device
 
-from . import limits, records, workloads
+from . import frozen_c, limits, nve, records, workloads
 from .records import Record, Recorder
 from .timing import Protocol, summary
 from .workloads import CACHE_DIM, CACHE_HIT_RATES, CACHE_ROWS, CACHE_SHARE, CachedIds
@@ -123,6 +129,14 @@ def measure(
                 for to_host in (False, True):
                     run.from_host(tables, hit_rate, to_host)
             recorder.write()
+        if jax.default_backend() == "gpu":
+            with (
+                recorder.attempt("cache: rows in host memory, from C"),
+                opened_from_c(tables, rows, max(sizes)) as read,
+            ):
+                for run, hit_rate in itertools.product(runs, CACHE_HIT_RATES[:: 2 if is_quick else 1]):
+                    run.from_c(read, hit_rate)
+                recorder.write()
         del tables
     for run in runs:
         with recorder.attempt(f"cache {run.num_keys} keys, without a cache"):
@@ -149,6 +163,20 @@ def freeze(rows: np.ndarray) -> FrozenTables:
     chunks = _Chunks(rows, [slice(first, min(len(rows), first + _FILL_ROWS)) for first in firsts])
     table = FrozenTable(TABLE, CACHE_DIM)
     return freeze_records([(table, SizedRecords(len(rows), chunks))], device_share=CACHE_SHARE)[0]
+
+
+@contextlib.contextmanager
+def opened_from_c(tables: FrozenTables, rows: np.ndarray, max_keys: int) -> Iterator[frozen_c.FrozenRows]:
+    """Writes what `freeze` made into a folder, and opens it as a program in C does."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "tables")
+        export_frozen(path, tables)
+        source = frozen_c.Source(path, rows, keys_of(np.arange(len(rows))), len(tables.stores[0].rows))
+        read = frozen_c.FrozenRows(source, max_keys)
+        try:
+            yield read
+        finally:
+            read.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +288,15 @@ class _Run:
         if not to_host:
             notes["on_device_ms"] = self._in_a_row(tables, hit_rate)
         self._add("jaxsok", ms, hit_rate, to_host, limit_ms, what=records.FROM_HOST, **notes)
+
+    def from_c(self, read: frozen_c.FrozenRows, hit_rate: float) -> None:
+        """Measures lookups through jaxsok.h, with keys of pinned memory and rows for the device."""
+        found = nve.measure(read, self.ids, self.num_keys, hit_rate)
+        num_hits = round(found["hit_rate"] * self.num_keys)
+        limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, False)
+        link_ms = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES / self.filled.to_device_gb_s * 1e-6
+        ms = found.pop("samples_ms")
+        self._add("jaxsok", ms, hit_rate, False, limit_ms, what=records.FROM_C, link_ms=link_ms, **found)
 
     def _in_a_row(self, tables: FrozenTables, hit_rate: float) -> float:
         """Returns the time of one of many lookups in a row, whose keys are on the device already."""

@@ -395,7 +395,11 @@ class Layer:
         """Waits for the rows of the lookups that were begun."""
         self._nve.call("cudaStreamSynchronize", self._streams[0])
 
-    def rows(self, num_keys: int) -> np.ndarray:
+    def wanted_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the rows that were written for ids."""
+        return rows_of(ids)
+
+    def copied_rows(self, num_keys: int) -> np.ndarray:
         """Returns a copy of the rows of the last lookup."""
         self.wait()
         self._copy(self._copied.address, self._output.address, num_keys * ROW_BYTES)
@@ -420,14 +424,14 @@ def measure(layer: Any, stream: CachedIds, num_keys: int, hit_rate: float) -> di
     """Measures one number of keys and hit rate.
 
     Args:
-      layer: a `Layer`.
+      layer: a `Layer`, or a `frozen_c.FrozenRows`.
       stream: the ids.
       num_keys: keys of a lookup.
       hit_rate: the share of hot ids, which the cache has.
 
     Returns:
       Milliseconds of single lookups ("samples_ms"), of lookups back to back, and of single lookups whose keys are on
-      the device, and the hit rate that NVE counted.
+      the device, and the hit rate that the layer counted.
 
     Raises:
       RuntimeError: a lookup gave other rows than those that were written.
@@ -446,8 +450,8 @@ def measure(layer: Any, stream: CachedIds, num_keys: int, hit_rate: float) -> di
     def check() -> None:
         draw(1)
         call(0)
-        if not np.array_equal(layer.rows(num_keys), rows_of(asked[0])):
-            raise RuntimeError("nve: a lookup gave other rows than those that were written.")
+        if not np.array_equal(layer.copied_rows(num_keys), layer.wanted_rows(asked[0])):
+            raise RuntimeError("nve.measure: a lookup gave other rows than those that were written.")
 
     def in_turn(lookup: Callable[[int], Any]) -> list[float]:
         ms = []

@@ -647,7 +647,8 @@ def cache_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             _share_of_limit(record),
         )
         for record in sorted(
-            (one for one in records if one.what in (names.CACHED, names.FROM_HOST, names.FETCH)), key=order
+            (one for one in records if one.what in (names.CACHED, names.FROM_HOST, names.FROM_C, names.FETCH)),
+            key=order,
         )
     ]
 

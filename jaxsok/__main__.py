@@ -308,14 +308,22 @@ def _declare_freeze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="a new one")
     parser.add_argument("--model", metavar="NAME", help="of the configuration, where it has several")
     parser.add_argument("--dtype", help="of the rows: float32, bfloat16, float16, int8 or float8_e4m3fn")
+    parser.add_argument(
+        "--device-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="share of each table's rows that a GPU keeps in its memory; the others stay in host memory (default: 1)",
+    )
 
 
 def _freeze(options: argparse.Namespace) -> str:
     from jaxsok import serving
     from jaxsok.serving.model import served
 
-    given = served.open_for_export("freeze", options.source, options.model, options.dtype)
-    tables, _ = serving.freeze_records(given)
+    share = options.device_share
+    given = served.open_for_export("freeze", options.source, options.model, options.dtype, hotness=share < 1)
+    tables, _ = serving.freeze_records(given, device_share=share)
     serving.export_frozen(options.folder, tables)
     return "\n".join(
         f"{table.name}: {source.num_rows} rows, {table.dtype}[{table.dim}], {table.missing}" for table, source in given

@@ -36,6 +36,9 @@ class Device {
   /// Returns what kernels read for an array of the host: a copy on the device, or, on the host, the array itself, which
   /// must outlive this object. Throws Error.
   virtual const void* Place(const void* data, size_t num_bytes) = 0;
+  /// Returns what kernels read for an array that stays in host memory: a copy that the device reads over its link, or,
+  /// on the host, the array itself. Throws Error.
+  virtual const void* PlaceOnHost(const void* data, size_t num_bytes) = 0;
 
   /// Looks up batches. The features of the batches are in host memory, all other arrays where the device reads them.
   /// Any thread may call it. Throws Error.

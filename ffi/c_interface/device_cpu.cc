@@ -68,6 +68,7 @@ class Done final : public Running {
 class Host final : public Device {
  public:
   const void* Place(const void* data, size_t) override { return data; }
+  const void* PlaceOnHost(const void* data, size_t) override { return data; }
 
   void Run(void*, FrozenLookup* lookups, int32_t num_lookups) const override {
     CallingThread thread;

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "../kernels/host_memory.h"
 #include "device.h"
 #include "error.h"
 
@@ -159,6 +161,7 @@ class Gpu final : public Device {
     cudaDeviceSynchronize();
     free_.lanes.clear();
     for (void* array : placed_) cudaFree(array);
+    for (const auto& [array, num_bytes] : on_host_) UnmapHostMemory(ordinal_, array, num_bytes);
     if (pool_ != nullptr) cudaMemPoolDestroy(pool_);
   }
 
@@ -169,6 +172,18 @@ class Gpu final : public Device {
             "memory for the tables; serve fewer or smaller ones");
     Require(cudaMemcpy(placed_.back(), data, num_bytes, cudaMemcpyHostToDevice), "jaxsok_open", "to copy the tables");
     return placed_.back();
+  }
+
+  const void* PlaceOnHost(const void* data, size_t num_bytes) override {
+    void* array = nullptr;
+    const LaunchError error = MapHostMemory(ordinal_, static_cast<int64_t>(num_bytes), &array);
+    if (error != nullptr) {
+      Refuse(JAXSOK_NO_MEMORY, "jaxsok_open: device: got \"", error, "\", wanted ", num_bytes,
+             " bytes of the host for rows; freeze with a larger device_share.");
+    }
+    on_host_.emplace_back(array, static_cast<int64_t>(num_bytes));
+    std::memcpy(array, data, num_bytes);
+    return array;
   }
 
   void Run(void* stream_pointer, FrozenLookup* lookups, int32_t num_lookups) const override {
@@ -239,6 +254,7 @@ class Gpu final : public Device {
   FreeLanes free_;
   cudaMemPool_t pool_ = nullptr;
   std::vector<void*> placed_;
+  std::vector<std::pair<void*, int64_t>> on_host_;  // arrays and their bytes
 };
 
 }  // namespace

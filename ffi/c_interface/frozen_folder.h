@@ -2,7 +2,7 @@
 //
 //   frozen.json       the manifest: stores, tables, sizes and checksums; its first line has a checksum of the rest
 //   store_<s>.index   Bucket[num_buckets]
-//   store_<s>.rows    numbers[capacity][dim]
+//   store_<s>.rows    numbers[capacity][dim]; those beyond `num_device_rows` stay in host memory
 //   store_<s>.scales  float[capacity], only if rows have 8 bits
 //
 // Lookups stay inside the index, rows and scales whatever their bytes are: walks are bounded, and row ids are compared
@@ -51,6 +51,7 @@ struct FrozenStoreFiles {
   int32_t dim;
   RowDtype dtype;
   uint32_t capacity;
+  uint32_t num_device_rows;
   uint32_t num_buckets;
   uint32_t counters[kNumCounters];  // the salt; all other counters are 0
   std::vector<FrozenTableEntry> tables;

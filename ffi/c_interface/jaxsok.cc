@@ -75,7 +75,14 @@ void Open(const char* path, int32_t ordinal, uint32_t flags, jaxsok_tables& open
     store.tables = static_cast<uint32_t*>(place(files.words.data(), files.words.size() * sizeof(uint32_t)));
     store.seed = seed;
     store.starts.num_slabs = 1;
-    store.rows.data[0] = place(files.rows.data(), files.rows.size());
+    const size_t num_device_bytes = files.rows.size() / files.capacity * files.num_device_rows;
+    store.rows.data[0] = place(files.rows.data(), num_device_bytes);
+    if (files.num_device_rows < files.capacity && !Device::kIsHost) {
+      const char* beyond = static_cast<const char*>(files.rows.data()) + num_device_bytes;
+      store.rows.data[1] = const_cast<void*>(device.PlaceOnHost(beyond, files.rows.size() - num_device_bytes));
+      store.starts.start[1] = files.num_device_rows;
+      store.starts.num_slabs = 2;
+    }
     store.row_dtype = files.dtype;
     store.capacity = files.capacity;
     store.dim = files.dim;

@@ -24,7 +24,7 @@ constexpr int kPreferred = 1;  // MPOL_PREFERRED of <numaif.h>, which belongs to
 struct HostBlock {
   DLManagedTensor managed;
   int64_t shape[2];
-  int64_t num_bytes;  // mapped
+  int64_t num_bytes;
   int32_t device;
 };
 
@@ -56,12 +56,36 @@ void Touch(char* data, int64_t num_bytes) {
 void Delete(DLManagedTensor* managed) {
   HostBlock* block = static_cast<HostBlock*>(managed->owner);
   CloseArea(block->device, managed->tensor.data);
-  UnpinHostMemory(block->device, managed->tensor.data);
-  munmap(managed->tensor.data, static_cast<size_t>(block->num_bytes));
+  UnmapHostMemory(block->device, managed->tensor.data, block->num_bytes);
   delete block;
 }
 
+size_t MappedBytes(int64_t num_bytes) {
+  return static_cast<size_t>(CeilDiv(std::max<int64_t>(1, num_bytes), kHugePage) * kHugePage);
+}
+
 }  // namespace
+
+LaunchError MapHostMemory(int32_t device, int64_t num_bytes, void** out) {
+  const size_t size = MappedBytes(num_bytes);
+  void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) return "the system maps no memory of this size";
+  madvise(data, size, MADV_HUGEPAGE);
+  PlaceNear(device, data, static_cast<int64_t>(size));
+  Touch(static_cast<char*>(data), static_cast<int64_t>(size));
+  if (const LaunchError error = PinHostMemory(device, data, static_cast<int64_t>(size))) {
+    munmap(data, size);
+    return error;
+  }
+  *out = data;
+  return nullptr;
+}
+
+void UnmapHostMemory(int32_t device, void* data, int64_t num_bytes) {
+  UnpinHostMemory(device, data);
+  munmap(data, MappedBytes(num_bytes));
+}
+
 }  // namespace jaxsok
 
 #define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
@@ -70,20 +94,11 @@ void Delete(DLManagedTensor* managed) {
 /// wrong.
 JAXSOK_VISIBLE const char* JaxsokHostMemoryNew(int32_t device, int64_t num_rows, int64_t width, DLManagedTensor** out) {
   using namespace jaxsok;
-  const int64_t num_bytes = CeilDiv(std::max<int64_t>(1, num_rows * width), kHugePage) * kHugePage;
-  void* data = mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (data == MAP_FAILED) return "the system maps no memory of this size";
-  madvise(data, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
-  PlaceNear(device, data, num_bytes);
-  Touch(static_cast<char*>(data), num_bytes);
-  if (const LaunchError error = PinHostMemory(device, data, num_bytes)) {
-    munmap(data, static_cast<size_t>(num_bytes));
-    return error;
-  }
+  const int64_t num_bytes = num_rows * width;
+  void* data = nullptr;
+  if (const LaunchError error = MapHostMemory(device, num_bytes, &data)) return error;
   if (const LaunchError error = OpenArea(device, data)) {
-    UnpinHostMemory(device, data);
-    munmap(data, static_cast<size_t>(num_bytes));
+    UnmapHostMemory(device, data, num_bytes);
     return error;
   }
   auto block = std::make_unique<HostBlock>();

@@ -41,6 +41,12 @@ constexpr int32_t kOnHost = 1;        // kDLCPU
 constexpr int32_t kPinnedOnHost = 3;  // kDLCUDAHost
 constexpr uint8_t kUnsigned = 1;      // kDLUInt
 
+/// Maps zeroed memory of the host, in huge pages and next to a device, and lets all devices read and write it. Returns
+/// what went wrong, or nullptr.
+LaunchError MapHostMemory(int32_t device, int64_t num_bytes, void** data);
+/// Gives memory of MapHostMemory back, after the device has finished its work.
+void UnmapHostMemory(int32_t device, void* data, int64_t num_bytes);
+
 // The functions in which the back ends differ.
 
 /// Returns DLPack's device type of this memory.

@@ -94,8 +94,9 @@ JAXSOK_API const char* jaxsok_platform(void);
 JAXSOK_API const char* jaxsok_error(void);
 
 /* Opens a folder. `device`: the number of the GPU; 0 with libjaxsok_cpu.so. `flags`: 0, or the bits above.
- * Cost: reads every file once, for its checksum; libjaxsok_cuda.so also copies it to the GPU. `*tables` is set only
- * on success. */
+ * Cost: reads every file once, for its checksum; libjaxsok_cuda.so also copies it to the GPU, but for the rows that
+ * were frozen to stay in host memory (`device_share`): those it copies to pinned memory, which the GPU reads. `*tables`
+ * is set only on success. */
 JAXSOK_API int32_t jaxsok_open(const char* folder, int32_t device, uint32_t flags, jaxsok_tables** tables);
 
 /* Releases tables and all that they hold; NULL is ignored. It waits for lookups that still run on a stream. */

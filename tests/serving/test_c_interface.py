@@ -53,7 +53,7 @@ CPU = jax.devices("cpu")[0]
 PADDING = np.uint64(PADDING_KEY)
 
 
-def frozen_world(device, num_keys=400):
+def frozen_world(device, num_keys=400, share=1.0):
     """Freezes tables of all dtypes and several dims; most stores hold two tables, and some keys are in both."""
     rng, sources = np.random.default_rng(1), []
     for number, dtype in enumerate((*DTYPES, *DTYPES)):
@@ -63,7 +63,7 @@ def frozen_world(device, num_keys=400):
             keys[: num_keys // 2] = np.arange(num_keys // 2)
             rows = rng.standard_normal((num_keys, dim)).astype(np.float32)
             sources.append((table, SizedRecords(num_keys, [Records(keys, rows)])))
-    return freeze_records(sources, spare_rows=3, device=device)[0]
+    return freeze_records(sources, spare_rows=3, device_share=share, device=device)[0]
 
 
 @functools.cache
@@ -250,6 +250,49 @@ def test_the_command_refuses_what_names_no_table(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_rows_that_stay_in_host_memory(share, tmp_path):
+    """A folder of which a GPU would keep a part of the rows has the same answers, and says how many it keeps."""
+    tables = frozen_world(CPU, share=share)
+    serving.export_frozen(tmp_path / "tables", tables)
+    stores = json.loads((tmp_path / "tables" / "frozen.json").read_text())["stores"]
+    assert [store["num_device_rows"] for store in stores] == [max(1, round(2 * 400 * share))] * len(stores)
+    requests = draw_requests(np.random.default_rng(5), world(), num_requests=40)
+    for flags in (0, IN_MEMORY):
+        with open_tables(tmp_path / "tables", flags=flags) as opened:
+            assert_same_bits(opened.lookup(*requests), look_up(world(), requests))
+
+
+def test_the_command_keeps_the_rows_used_most_on_the_device(tmp_path):
+    """The first rows of the file are those of the keys that an HPS folder counts as used most."""
+    folder = tmp_path / "hps" / "item"
+    folder.mkdir(parents=True)
+    keys, rows = np.arange(20, dtype=np.int64), np.arange(80, dtype=np.float32).reshape(20, 4)
+    uses = np.random.default_rng(6).permutation(20).astype(np.int64)
+    for name, array in (("key", keys), ("emb_vector", rows), ("meta", uses)):
+        array.tofile(folder / name)
+    (tmp_path / "hps.json").write_text(json.dumps(config_of(model_of({"item": (str(folder), 4)}))))
+    arguments = ["freeze", str(tmp_path / "hps.json"), str(tmp_path / "tables"), "--device-share", "0.25"]
+    assert command_line.main(arguments) == 0
+    stored = np.fromfile(tmp_path / "tables" / "store_0.rows", np.float32).reshape(20, 4)
+    assert {tuple(row) for row in stored[:5]} == {tuple(rows[key]) for key in np.argsort(uses)[-5:]}
+    with open_tables(tmp_path / "tables") as tables:
+        np.testing.assert_array_equal(tables.lookup(Request("item", keys))[0], rows)
+
+
+def test_a_folder_without_the_number_of_device_rows_has_all_there(damaged):
+    """Folders of earlier releases open."""
+
+    def change(body):
+        for store in body["stores"]:
+            del store["num_device_rows"]
+
+    manifest_with(damaged, change)
+    requests = draw_requests(np.random.default_rng(7), world())
+    with open_tables(damaged) as tables:
+        assert_same_bits(tables.lookup(*requests), look_up(world(), requests))
+
+
 def test_threads_get_their_own_answers(folder):
     """Each thread gets its own answers and reads its own errors, also while other threads are refused."""
     seeds = range(32)
@@ -282,9 +325,11 @@ def gpu_world():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_graph", [False, True], ids=["stream", "graph"])
-def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, gpu_world, tmp_path):
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, share, gpu_world, tmp_path):
     """The kernels of a GPU give the bits of Python, on a stream of the caller and captured in a graph."""
-    serving.export_frozen(tmp_path / "tables", gpu_world)
+    tables = gpu_world if share == 1.0 else frozen_world(jax.devices()[0], share=share)
+    serving.export_frozen(tmp_path / "tables", tables)
     gpu = Gpu()
     with open_tables(tmp_path / "tables", back_end="cuda") as tables:
         assert tables.library.jaxsok_platform() == b"cuda"
@@ -470,6 +515,8 @@ CHANGES = {
     "another dim": (lambda b: b["stores"][0].update(dim=3), "store_0.rows"),
     "dtype": (lambda b: b["stores"][0].update(dtype="int4"), 'stores[0].dtype: got "int4", wanted float32, bfloat16'),
     "scales": (lambda b: b["stores"][0].update(dtype="int8"), "store_0.rows"),
+    "device rows": (lambda b: b["stores"][0].update(num_device_rows=0), "stores[0].num_device_rows: got 0"),
+    "too many": (lambda b: b["stores"][1].update(num_device_rows=10**6), "stores[1].num_device_rows: got 1000000"),
     "capacity": (lambda b: b["stores"][1].update(capacity=2**31), "stores[1].capacity: got 2147483648"),
     "capacity 0": (lambda b: b["stores"][1].update(capacity=0), "stores[1].capacity: got 0"),
     "huge": (lambda b: b["stores"][1].update(capacity=HUGE), "wanted a number below 2^64"),

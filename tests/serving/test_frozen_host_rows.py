@@ -14,7 +14,6 @@ from jaxsok.serving import frozen
 from jaxsok.serving.artifact import KeysInput, export_model
 from jaxsok.serving.backing import HostRows
 from jaxsok.serving.frozen import DTYPES, FrozenTable, SizedRecords, freeze, freeze_records
-from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, find_rows, lookup_with_counts
 from jaxsok.types import PADDING_KEY
 
@@ -163,8 +162,6 @@ def test_shares_that_cannot_be(share):
 def test_what_needs_all_rows_on_the_device(tmp_path):
     """Files and exported models say so."""
     tables, _, _ = make(0.3)
-    with pytest.raises(ValueError, match="export_frozen: tables: got some with rows in host memory"):
-        export_frozen(tmp_path / "frozen", tables)
     inputs = {"user": KeysInput("user")}
     with pytest.raises(ValueError, match="export_model: tables: got some with rows in host memory"):
         export_model(tmp_path / "model", lambda tables, inputs: inputs["user"], tables, inputs)

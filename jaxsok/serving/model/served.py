@@ -364,16 +364,22 @@ def _reader_of(readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> RowReade
     return readers[0] if len(readers) == 1 else Replicas(readers)
 
 
-def _open_table(config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits, op: str = "open") -> folders.Frozen:
-    source = folders.open_table(
-        table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=config.chooses_by_uses, op=op
-    )
+def _open_table(
+    config: ModelConfig, table: TableConfig, key_bits: folders.KeyBits, op: str = "open", *, hotness: bool = False
+) -> folders.Frozen:
+    hotness = hotness or config.chooses_by_uses
+    source = folders.open_table(table.file, table=table.name, dim=table.dim, key_bits=key_bits, hotness=hotness, op=op)
     what = f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table'
     return folders.to_frozen(what, source, config.row_dtype, table.default)
 
 
-def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = None) -> list[folders.Frozen]:
-    """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json)."""
+def open_for_export(
+    op: str, path: str, model: str | None = None, dtype: Any = None, *, hotness: bool = False
+) -> list[folders.Frozen]:
+    """Opens the tables of an export, a delta or a checkpoint, or those of a model of an HPS configuration (.json).
+
+    `hotness` reads how often each row was used, also where the configuration has no use for it.
+    """
     if not path.endswith(".json"):
         return [
             folders.to_frozen(f'{op}: table "{source.table}": default', source, dtype)
@@ -382,7 +388,7 @@ def open_for_export(op: str, path: str, model: str | None = None, dtype: Any = N
     config = read_config(path)
     chosen = choose_model(op, config, model)
     chosen = dataclasses.replace(chosen, row_dtype=dtype or chosen.row_dtype)
-    return [_open_table(chosen, table, config.key_bits, op) for table in chosen.tables]
+    return [_open_table(chosen, table, config.key_bits, op, hotness=hotness) for table in chosen.tables]
 
 
 def choose_model(op: str, config: Config, model: str | None) -> ModelConfig:
