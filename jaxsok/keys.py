@@ -13,6 +13,9 @@ from jaxtyping import Array, UInt32
 
 from jaxsok.types import PADDING_KEY
 
+PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
+"""Both words of PADDING_KEY."""
+
 
 def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
     """Views NumPy integers as `uint32[..., 2]` words, low word first; narrower integers are widened by sign."""

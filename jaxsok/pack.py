@@ -30,9 +30,9 @@ from jaxsok.checks import not_none
 from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
+from jaxsok.keys import PADDING_WORD
 from jaxsok.shards import MeshShards, Shards
 from jaxsok.specs import FeatureSpec, StoreSpec
-from jaxsok.types import PADDING_KEY
 
 MOST_THREADS = 8
 """Threads that pack a batch, at most: a host has other work."""
@@ -48,7 +48,6 @@ _UNSIGNED = _TYPES[np.dtype("uint32")]
 _HALVES = {np.dtype(np.float16), np.dtype(jnp.bfloat16)}
 _MOST_KEPT = 256
 _NO_LIMIT = 2**62
-_PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
 _ONE, _LENGTHS, _OFFSETS = range(3)
 """Kinds of features: as many keys in each bag, or ragged by lengths or offsets."""
@@ -802,10 +801,10 @@ def _widen(
     """Widens the low words of keys: by sign, or with zeros, where the keys behind the last bag are padding."""
 
     def widen_part(low: Array, offsets: Array | None) -> Array:
-        high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, _PADDING_WORD, jnp.uint32(0))
+        high = jnp.where(lax.bitcast_convert_type(low, jnp.int32) < 0, PADDING_WORD, jnp.uint32(0))
         for start, size, last in unsigned:
             is_padding = jnp.arange(size, dtype=jnp.int32) >= (not_none(offsets)[last] if last else size)
-            high = lax.dynamic_update_slice(high, jnp.where(is_padding, _PADDING_WORD, jnp.uint32(0)), (start,))
+            high = lax.dynamic_update_slice(high, jnp.where(is_padding, PADDING_WORD, jnp.uint32(0)), (start,))
         return jnp.stack([low, high], axis=-1)
 
     return shards.run(widen_part, (low, offsets), (shards.spec, shards.spec), shards.spec)

@@ -117,10 +117,11 @@ def export_delta(
       CorruptFileError: the base is damaged.
 
     Cost:
-      The keys and statistics of all rows, and the rows that changed, go to the host. If a row went since the base, or
-      the state was restored since, all files of the chain are read, and their keys looked for in the tables; with a
-      base that has kept its keys, of the same tables in the same order, in a single process, only the keys that left
-      their rows are.
+      A bit of each row, and the rows that changed, go to the host. If a row went since the base, or the state was
+      restored since, all files of the chain are read, and their keys looked for in the tables; with a base that has
+      kept its keys, of the same tables in the same order, in a single process, these go to the device, 9 bytes of each
+      row, and only the keys that left their rows are looked for. On a GPU the rows go to pinned memory, which JAX keeps
+      for later ones.
 
     Example:
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`
@@ -232,7 +233,8 @@ def _begin_export(
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = kept if jax.process_count() == 1 else None
     with processes.fail_together(op):
-        keys = KeysByRow.of(collection, state) if kept or keeps_keys else None
+        moved = kept.compare(collection, state) if kept else None
+        keys = KeysByRow.of(collection, state) if keeps_keys and moved is None else None
     final = pathlib.Path(path)
     rests_on = None
     if chain:
@@ -252,8 +254,8 @@ def _begin_export(
         with processes.fail_together(op):
             if is_first:
                 folder.mkdir(parents=True)
-        if kept and keys and kept.names == keys.names:
-            gone = kept.find_gone(op, collection, state, keys)
+        if kept and moved is not None:
+            gone = kept.find_gone(op, collection, state, moved)
         else:
             gone = {table.name: find_gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
         with processes.fail_together(op):
@@ -270,7 +272,9 @@ def _begin_export(
     except Exception:
         _remove(folder)
         raise
-    return functools.partial(_finish, op, saving, written, folder, final, keys if keeps_keys else None)
+    # Most rows keep their keys; to copy them takes a while, which the caller need not wait for.
+    keys_later = functools.partial(kept.after, moved) if keeps_keys and kept and moved is not None else lambda: keys
+    return functools.partial(_finish, op, saving, written, folder, final, keys_later)
 
 
 def _finish(
@@ -279,7 +283,7 @@ def _finish(
     written: "concurrent.futures.Future[None]",
     folder: pathlib.Path,
     final: pathlib.Path,
-    keys: KeysByRow | None,
+    keys: Callable[[], KeysByRow | None],
 ) -> Exported:
     try:
         with processes.fail_together(op):
@@ -306,7 +310,7 @@ def _finish(
         num_tombstones[name] = sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
     counts = {"num_rows": num_rows, "num_tombstones": num_tombstones}
-    return Exported(final, **facts, **counts, report=saving.report, keys=keys)
+    return Exported(final, **facts, **counts, report=saving.report, keys=keys())
 
 
 def _remove(folder: pathlib.Path) -> None:

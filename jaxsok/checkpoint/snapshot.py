@@ -9,17 +9,18 @@ import functools
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, UInt8, UInt32
 
 from jaxsok.checks import not_none
-from jaxsok.keys import from_words
+from jaxsok.keys import PADDING_WORD
 from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import Shards, local_parts, read_on_host
+from jaxsok.shards import HOST_KIND, Shards, local_parts, read_on_host, view_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.table_export import prefetch
-from jaxsok.types import COUNTERS, PADDING_KEY
+from jaxsok.types import COUNTERS
 
 UNDER_WAY = 2  # pieces between device and host
 
@@ -112,30 +113,49 @@ def _start_rows(
         # Rows lie below the row ids that were ever given out.
         end = int(np.asarray(part.counters)[COUNTERS.index("num_allocated")])
         for slab in slabs_of(spec, part, read_on_host(seed)):
+            if since is not None:
+                yield from _start_since(make, slab, most, since)
+                continue
             for start in range(0, min(slab.size, end - slab.start), most):
                 stop = min(start + most, slab.size, end - slab.start)
-                if since is None:
-                    yield _UnderWay(make, *_whole(slab, start, stop, most))
-                else:
-                    yield from _start_since(make, slab, start, stop, most, since)
+                yield _UnderWay(make, *_whole(slab, start, stop, most))
 
 
-def _start_since(
-    make: Callable[..., Piece], slab: RowSlab, start: int, stop: int, most: int, since: int
-) -> Iterator["_UnderWay"]:
-    # A delta usually has few rows. The keys and statistics of all rows say which.
-    cut, lines = _cut((slab.records, not_none(slab.statistics)), start, stop, most)
-    words, seen = (np.asarray(array)[lines] for array in cut)
-    is_wanted = (from_words(words[:, :2]) != np.uint64(PADDING_KEY)) & (seen[:, 0] >= np.uint32(since))
-    wanted = np.flatnonzero(is_wanted)
-    if wanted.size == 0:
-        return
-    if 2 * wanted.size < stop - start:
-        size = 1 << (int(wanted.size) - 1).bit_length()  # few sizes, few programs
-        picked = slab.read(np.resize((wanted + start).astype(np.int32), size))
-        yield _UnderWay(make, tuple(jax.tree.leaves(picked)), slice(0, wanted.size))
-    else:
-        yield _UnderWay(make, *_whole(slab, start, stop, most))
+def _start_since(make: Callable[..., Piece], slab: RowSlab, most: int, since: int) -> Iterator["_UnderWay"]:
+    """Copies the rows with this last step or a later one; only a bit of each other row goes to the host."""
+    is_changed = _is_changed(slab.records, not_none(slab.statistics), np.uint32(since))
+    places = np.flatnonzero(unpack_bits(is_changed, slab.size)).astype(np.int32)
+    for start in range(0, places.size, most):
+        picked = places[start : start + most]
+        # Few sizes, few programs; at most an eighth is padding, which the piece keeps.
+        step = max(1, (1 << int(picked.size).bit_length()) // 16)
+        read = slab.read(np.resize(picked, -(-picked.size // step) * step))
+        yield _UnderWay(make, _to_host(tuple(jax.tree.leaves(read))), slice(0, picked.size))
+
+
+@without_mesh
+@jax.jit
+def _is_changed(
+    records: UInt32[Array, "size 4"], statistics: UInt32[Array, "size 2"], since: UInt32[Array, ""]
+) -> UInt8[Array, " _"]:
+    return jnp.packbits((records[:, :2] != PADDING_WORD).any(axis=1) & (statistics[:, 0] >= since))
+
+
+def unpack_bits(bits: UInt8[Array, " _"], size: int) -> Bool[np.ndarray, " size"]:
+    """Reads what `jnp.packbits` has packed."""
+    return np.unpackbits(np.asarray(bits), count=size).view(np.bool_)
+
+
+def _to_host(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Begins to copy arrays of a GPU to pinned memory, which JAX keeps for the next ones."""
+    (device,) = arrays[0].devices()
+    return arrays if device.platform == "cpu" else _copy_to_host(arrays)
+
+
+@without_mesh
+@jax.jit
+def _copy_to_host(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    return jax.device_put(arrays, jax.memory.Space.Host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +166,15 @@ class _UnderWay:
 
     def __post_init__(self) -> None:
         for array in self.arrays:
-            array.copy_to_host_async()
+            if array.sharding.memory_kind != HOST_KIND:
+                array.copy_to_host_async()
 
     def wait(self) -> Piece:
-        wholes = [np.asarray(array) for array in self.arrays]
-        # A part in memory of its own: it would keep the whole, and its bytes are what the queue counts.
-        is_part = self.lines != slice(0, wholes[0].shape[0])
-        return self.make(*(whole[self.lines].copy() if is_part else whole for whole in wholes))
+        wholes = [view_on_host(array) for array in self.arrays]
+        num_lines = self.lines.stop - self.lines.start
+        # A small part in memory of its own: it would keep the whole, and its bytes are what the queue counts.
+        is_small = 7 * num_lines < 6 * wholes[0].shape[0]
+        return self.make(*(whole[self.lines].copy() if is_small else whole[self.lines] for whole in wholes))
 
 
 def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import keys as keys_lib
-from jaxsok.types import PADDING_KEY
 
 NO_KEYS = np.zeros(0, np.uint64)
-PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)  # both words of PADDING_KEY
 
 
 def padded_size(num_keys: int, least: int) -> int:
@@ -34,4 +32,4 @@ def fill_up(array: Any, size: int, value: Any = 0) -> Any:
 
 def key_words(keys: np.ndarray, size: int) -> np.ndarray:
     """Converts keys of one axis to words, with padding behind: uint32[size, 2]."""
-    return fill_up(keys_lib.to_words(np.asarray(keys, np.uint64)), size, PADDING_WORD)
+    return fill_up(keys_lib.to_words(np.asarray(keys, np.uint64)), size, keys_lib.PADDING_WORD)

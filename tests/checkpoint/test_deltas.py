@@ -831,11 +831,14 @@ def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices):
         assert left and left == [path.read_bytes() for path in sorted((tmp_path / "read").glob("*tombstones*"))]
 
 
-@pytest.mark.parametrize("num_devices", [None, 2, 4])
-def test_keys_that_another_collection_has_kept(tmp_path, num_devices):
+@pytest.mark.parametrize(
+    ("num_devices", "placement"), [(None, "replicated"), (2, "replicated"), (4, "replicated"), (4, "hashed")]
+)
+def test_keys_that_another_collection_has_kept(tmp_path, num_devices, placement):
     """Tables in another order, in other stores and on other shards: keys are still those of their tables."""
     specs = [jaxsok.TableSpec(name, 2, cases.ADAM, statistics=True, capacity=64) for name in ("user", "item")]
-    specs.append(jaxsok.TableSpec("small", 2, cases.ADAM, statistics=True, capacity=64, placement=jaxsok.REPLICATED))
+    placed = {"placement": jaxsok.REPLICATED} if placement == "replicated" else {}
+    specs.append(jaxsok.TableSpec("small", 2, cases.ADAM, statistics=True, capacity=64, **placed))
     first, second = collection_of(specs, 4), collection_of(specs[::-1], num_devices)
     state = first.init(seed=1)
     for number, spec in enumerate(specs):

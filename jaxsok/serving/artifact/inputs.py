@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxsok import checks, keys as keys_lib
 from jaxsok.features import Bags, offsets_of
+from jaxsok.keys import PADDING_WORD
 from jaxsok.serving.errors import RequestError, refusals
-from jaxsok.serving.padding import PADDING_WORD, fill_up, padded_size
+from jaxsok.serving.padding import fill_up, padded_size
 
 BATCH = "b"  # the batch size in shapes
 

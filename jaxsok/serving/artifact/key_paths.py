@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxsok.serving.padding import PADDING_WORD
+from jaxsok.keys import PADDING_WORD
 
 _MARK = "jaxsok.keys:"
 

@@ -15,8 +15,9 @@ from jaxtyping import Array
 
 from jaxsok.kernels import evict as evict_kernels, table as kernels
 from jaxsok.kernels.call import StoreArrays
+from jaxsok.keys import PADDING_WORD
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTables
-from jaxsok.serving.padding import PADDING_WORD, padded_size
+from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Form, Ready
 from jaxsok.serving.row_map import SALT, UNUSED, find_or_insert, release
 from jaxsok.store import num_buckets_of

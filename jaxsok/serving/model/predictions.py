@@ -15,13 +15,14 @@ from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as table_kernels
+from jaxsok.keys import PADDING_WORD
 from jaxsok.serving import artifact
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, BagsInput
 from jaxsok.serving.artifact.model import require_fit
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
-from jaxsok.serving.padding import PADDING_WORD, padded_size
+from jaxsok.serving.padding import padded_size
 from jaxsok.types import NO_ROW
 
 
