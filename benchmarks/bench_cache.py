@@ -129,14 +129,10 @@ def measure(
                 for to_host in (False, True):
                     run.from_host(tables, hit_rate, to_host)
             recorder.write()
-        if jax.default_backend() == "gpu":
-            with (
-                recorder.attempt("cache: rows in host memory, from C"),
-                opened_from_c(tables, rows, max(sizes)) as read,
-            ):
-                for run, hit_rate in itertools.product(runs, CACHE_HIT_RATES[:: 2 if is_quick else 1]):
-                    run.from_c(read, hit_rate)
-                recorder.write()
+        with opened_from_c(tables, rows, max(sizes)) as read:
+            for run, hit_rate in itertools.product(runs, CACHE_HIT_RATES[:: 2 if is_quick else 1]):
+                run.from_c(read, hit_rate)
+            recorder.write()
         del tables
     for run in runs:
         with recorder.attempt(f"cache {run.num_keys} keys, without a cache"):
@@ -172,7 +168,7 @@ def opened_from_c(tables: FrozenTables, rows: np.ndarray, max_keys: int) -> Iter
         path = pathlib.Path(folder, "tables")
         export_frozen(path, tables)
         source = frozen_c.Source(path, rows, keys_of(np.arange(len(rows))), len(tables.stores[0].rows))
-        read = frozen_c.FrozenRows(source, max_keys)
+        read = frozen_c.FrozenRows(source, max_keys, jax.default_backend())
         try:
             yield read
         finally:

@@ -58,28 +58,66 @@ class Batch(ctypes.Structure):
     )
 
 
-class Driver:
-    """The functions of the CUDA driver that this file calls, for the first GPU."""
+class OfGpu:
+    """Memory and a stream of the first GPU, by the functions of its driver."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         context, device = c_void_p(), c_int()
-        self.call("cuInit", c_uint(0))
-        self.call("cuDeviceGet", ctypes.byref(device), c_int(0))
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self.call("cuCtxSetCurrent", context)
+        self._call("cuInit", c_uint(0))
+        self._call("cuDeviceGet", ctypes.byref(device), c_int(0))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self.stream = c_void_p(self._create("cuStreamCreate", c_uint(_NON_BLOCKING)))
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function; raises RuntimeError where it fails."""
+    def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
         if status:
             raise RuntimeError(f"frozen_c: {name} returned {status}.")
 
-    def create(self, name: str, *arguments: Any) -> int:
-        """Calls a function that writes a handle or an address to its first argument, and returns that."""
+    def _create(self, name: str, *arguments: Any) -> int:
         handle = c_void_p()
-        self.call(name, ctypes.byref(handle), *arguments)
+        self._call(name, ctypes.byref(handle), *arguments)
         return handle.value or 0
+
+    def pinned(self, num_bytes: int) -> int:
+        """Returns the address of pinned memory of the host, which stays until the process ends."""
+        return self._create("cuMemHostAlloc", c_size_t(num_bytes), c_uint(0))
+
+    def on_device(self, num_bytes: int) -> int:
+        """Returns the address of memory of the device, which stays until the process ends."""
+        return self._create("cuMemAlloc_v2", c_size_t(num_bytes))
+
+    def copy(self, to: int, source: int, num_bytes: int) -> None:
+        """Begins to copy memory of either kind, on the stream."""
+        self._call("cuMemcpyAsync", c_uint64(to), c_uint64(source), c_size_t(num_bytes), self.stream)
+
+    def wait(self) -> None:
+        """Waits for the stream."""
+        self._call("cuStreamSynchronize", self.stream)
+
+
+class OfHost:
+    """The same on a CPU, where all memory is the host's."""
+
+    stream = None
+
+    def __init__(self) -> None:
+        self._held: list[np.ndarray] = []
+
+    def pinned(self, num_bytes: int) -> int:
+        """Returns the address of memory."""
+        self._held.append(np.zeros(num_bytes, np.uint8))
+        return self._held[-1].ctypes.data
+
+    on_device = pinned
+
+    def copy(self, to: int, source: int, num_bytes: int) -> None:
+        """Copies memory."""
+        ctypes.memmove(to, source, num_bytes)
+
+    def wait(self) -> None:
+        """Does nothing: everything is done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,21 +136,20 @@ class Source:
 class FrozenRows:
     """An open folder, with buffers for the keys of several lookups; `nve.measure` calls it."""
 
-    def __init__(self, source: Source, max_keys: int):
-        """Opens the folder on the first GPU; raises RuntimeError with what was refused."""
+    def __init__(self, source: Source, max_keys: int, platform: str):
+        """Opens the folder on the first device; raises RuntimeError with what was refused."""
         self._source, self._max_keys = source, max_keys
-        self._driver, self._library = Driver(), ctypes.CDLL(str(library.require("cuda")))
+        is_gpu = platform == "gpu"
+        self._memory = OfGpu() if is_gpu else OfHost()
+        self._library = ctypes.CDLL(str(library.require("cuda" if is_gpu else "cpu")))
         self._library.jaxsok_error.restype, self._library.jaxsok_close.restype = c_char_p, None
         self._library.jaxsok_close.argtypes = (c_void_p,)
         self._tables = c_void_p()
         opened = ctypes.byref(self._tables)
         self._require(self._library.jaxsok_open(os.fsencode(source.folder), c_int32(0), c_uint32(_UNVERIFIED), opened))
-        create, num_bytes = self._driver.create, LOOKUPS * max_keys * 8
-        self._stream = c_void_p(create("cuStreamCreate", c_uint(_NON_BLOCKING)))
-        self._slots = create("cuMemHostAlloc", c_size_t(num_bytes), c_uint(0))
-        self._copied = create("cuMemHostAlloc", c_size_t(max_keys * ROW_BYTES), c_uint(0))
-        self._device_keys = create("cuMemAlloc_v2", c_size_t(num_bytes))
-        self._output = create("cuMemAlloc_v2", c_size_t(max_keys * ROW_BYTES))
+        num_bytes, row_bytes = LOOKUPS * max_keys * 8, max_keys * ROW_BYTES
+        self._slots, self._copied = self._memory.pinned(num_bytes), self._memory.pinned(row_bytes)
+        self._device_keys, self._output = self._memory.on_device(num_bytes), self._memory.on_device(row_bytes)
         pinned = ctypes.cast(self._slots, ctypes.POINTER(c_uint64))
         self._keys = np.ctypeslib.as_array(pinned, (LOOKUPS, max_keys))
         self._shares = np.zeros(LOOKUPS)
@@ -136,35 +173,28 @@ class FrozenRows:
     def bring(self, slot: int, num_keys: int) -> None:
         """Begins to copy keys to the device."""
         start = slot * self._max_keys * 8
-        to, source = c_uint64(self._device_keys + start), c_void_p(self._slots + start)
-        self._driver.call("cuMemcpyHtoDAsync_v2", to, source, c_size_t(num_keys * 8), self._stream)
+        self._memory.copy(self._device_keys + start, self._slots + start, num_keys * 8)
 
     def lookup(self, slot: int, num_keys: int, counts: bool = False) -> float | None:
         """Begins a lookup of keys that are on the device, and returns the share of rows there if it is asked for."""
         feature = Feature(0, _SINGLE_ROWS, 0, num_keys, num_keys, -1, -1, self._output)
         keys = self._device_keys + slot * self._max_keys * 8
         batch = Batch(keys, num_keys, None, 0, None, 0, ctypes.pointer(feature), 1)
-        self._require(self._library.jaxsok_lookup(self._tables, ctypes.byref(batch), self._stream))
+        self._require(self._library.jaxsok_lookup(self._tables, ctypes.byref(batch), self._memory.stream))
         return float(self._shares[slot]) if counts else None
 
     def wait(self) -> None:
         """Waits for the rows of the lookups that were begun."""
-        self._driver.call("cuStreamSynchronize", self._stream)
+        self._memory.wait()
 
     def copied_rows(self, num_keys: int) -> np.ndarray:
         """Returns a copy of the rows of the last lookup."""
-        size = c_size_t(num_keys * ROW_BYTES)
-        self._driver.call("cuMemcpyDtoHAsync_v2", c_void_p(self._copied), c_uint64(self._output), size, self._stream)
+        self._memory.copy(self._copied, self._output, num_keys * ROW_BYTES)
         self.wait()
         pinned = ctypes.cast(self._copied, ctypes.POINTER(c_float))
         return np.ctypeslib.as_array(pinned, (num_keys, CACHE_DIM)).copy()
 
     def close(self) -> None:
-        """Closes the folder, and frees the buffers."""
+        """Closes the folder."""
         self.wait()
         self._library.jaxsok_close(self._tables)
-        self._driver.call("cuStreamDestroy_v2", self._stream)
-        for address in (self._slots, self._copied):
-            self._driver.call("cuMemFreeHost", c_void_p(address))
-        for address in (self._device_keys, self._output):
-            self._driver.call("cuMemFree_v2", c_uint64(address))
