@@ -130,8 +130,9 @@ def measure(
                     run.from_host(tables, hit_rate, to_host)
             recorder.write()
         with opened_from_c(tables, rows, max(sizes)) as read:
-            for run, hit_rate in itertools.product(runs, CACHE_HIT_RATES[:: 2 if is_quick else 1]):
-                run.from_c(read, hit_rate)
+            for each in itertools.product(CACHE_HIT_RATES[:: 2 if is_quick else 1], (False, True)):
+                for run in runs:
+                    run.from_c(read, *each)
             recorder.write()
         del tables
     for run in runs:
@@ -285,14 +286,15 @@ class _Run:
             notes["on_device_ms"] = self._in_a_row(tables, hit_rate)
         self._add("jaxsok", ms, hit_rate, to_host, limit_ms, what=records.FROM_HOST, **notes)
 
-    def from_c(self, read: frozen_c.FrozenRows, hit_rate: float) -> None:
+    def from_c(self, read: frozen_c.FrozenRows, hit_rate: float, in_place: bool) -> None:
         """Measures lookups through jaxsok.h, with keys of pinned memory and rows for the device."""
-        found = nve.measure(read, self.ids, self.num_keys, hit_rate)
+        found = nve.measure(read, self.ids, self.num_keys, hit_rate, in_place)
         num_hits = round(found["hit_rate"] * self.num_keys)
         limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, False)
         link_ms = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES / self.filled.to_device_gb_s * 1e-6
         ms = found.pop("samples_ms")
-        self._add("jaxsok", ms, hit_rate, False, limit_ms, what=records.FROM_C, link_ms=link_ms, **found)
+        by = nve.IN_PLACE.removeprefix(", ") * in_place
+        self._add("jaxsok", ms, hit_rate, False, limit_ms, what=records.FROM_C, by=by, link_ms=link_ms, **found)
 
     def _in_a_row(self, tables: FrozenTables, hit_rate: float) -> float:
         """Returns the time of one of many lookups in a row, whose keys are on the device already."""
@@ -332,6 +334,7 @@ class _Run:
         to_host: bool,
         limit_ms: float | None,
         what: str = records.CACHED,
+        by: str = "",
         **notes: Any,
     ) -> None:
         place = "the host" if to_host else "the device"
@@ -347,6 +350,7 @@ class _Run:
                 num_unique=self.num_keys,
                 moved_bytes=self.num_keys * CACHE_DIM * limits.FLOAT_BYTES,
                 limit_ms=limit_ms,
+                by=by,
                 notes={"part": "cache", "to_host": to_host, "wanted": wanted, "p99_ms": float(np.percentile(ms, 99))}
                 | notes,
             )

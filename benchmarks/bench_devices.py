@@ -3,7 +3,8 @@
 Question: how many times as many keys a second does a session look up on 2, 4 and 8 devices as on one?
 Workload: 8 tables of 500,000 rows of 128 floats, all rows on the devices; threads, 4 for each device, that look up
           2,048 or 16,384 samples with a key of each table, and wait for the rows in host memory.
-Limit:    as many times as many as one device as there are devices; the target is 3.5 times on 4.
+Limit:    rows of as many keys as all devices together copy to pinned memory of the host, "copies"; the target is 3.5
+          times the keys of one device on 4.
 Command:  `python -m jaxsok bench --only devices`
 Last result: docs/results/serving.md (two H200s, commit a47ab34).
 
@@ -36,6 +37,9 @@ DEVICES = (1, 2, 4, 8)
 WAYS = {"replicas": False, "split": True}
 NUM_REQUESTS = 16
 """Requests in rotation."""
+COPIES = "copies"
+COPIED_BYTES, NUM_COPIES = 64 << 20, 32
+"""Of each device, where the limit is measured; a large request has as many bytes."""
 
 
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
@@ -49,7 +53,10 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
         for number, name in enumerate(names):
             keys = workloads.mix(number, np.arange(num_rows)).view(np.uint64)[:, 0]
             write_hps(pathlib.Path(folder) / name, Records(keys, rows))
-        one_device: dict[int, float] = {}  # keys per second, by samples of a request
+        one_device: dict[int, float] = {}  # keys per second, by samples of a request; 0: of the limit
+        for number in numbers if jax.default_backend() != "cpu" else ():
+            keys_per_s, ms = _copy(number)
+            _add(recorder, number, COPIES, keys_per_s, [ms], 0, one_device.setdefault(0, keys_per_s))
         for number in numbers:
             for way, is_split in WAYS.items():
                 label = f"session on {number} devices, {way}"
@@ -62,6 +69,21 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
                             if number == 1:
                                 one_device[num_samples] = keys_per_s
                             _add(recorder, number, way, keys_per_s, ms, num_samples, one_device.get(num_samples))
+
+
+def _copy(num_devices: int) -> tuple[float, float]:
+    """Returns how many keys a second have rows that all devices together copy, and the milliseconds of their copies."""
+    to_host = jax.jit(lambda array: jax.device_put(array, jax.memory.Space.Host))
+    there = [jax.device_put(np.ones(COPIED_BYTES // 4, np.float32), device) for device in jax.devices()[:num_devices]]
+    for _ in range(2):  # the first compiles, and pins memory
+        begin, waiting = time.perf_counter(), list[list[jax.Array]]()
+        for _ in range(NUM_COPIES):
+            waiting.append([to_host(array) for array in there])
+            if len(waiting) > THREADS:
+                jax.block_until_ready(waiting.pop(0))
+        jax.block_until_ready(waiting)
+        took_s = time.perf_counter() - begin
+    return num_devices * NUM_COPIES * COPIED_BYTES / (DIM * 4) / took_s, took_s / NUM_COPIES * 1e3
 
 
 def _config(folder: str, names: list[str], num_devices: int, is_split: bool, num_samples: int) -> dict:
@@ -126,14 +148,15 @@ def _add(
     num_samples: int,
     one_device: float | None,
 ) -> None:
-    num_keys = NUM_TABLES * num_samples
+    is_limit = way == COPIES
+    num_keys = COPIED_BYTES // (DIM * 4) if is_limit else NUM_TABLES * num_samples
     recorder.add(
         Record(
             "devices",
             records.DEPLOYED,
-            "jaxsok",
+            "limit" if is_limit else "jaxsok",
             summary(ms, 1),
-            variant=f"{num_devices} devices, {way}, {num_samples} samples",
+            variant=f"{num_devices} devices, {way}" + (f", {num_samples} samples" if num_samples else ""),
             num_keys=num_keys,
             notes={
                 "part": "devices",

@@ -6,7 +6,8 @@ Limit:    that of `bench_cache.py`.
 Command:  `python -m jaxsok bench --only cache`, on a GPU.
 Last result: docs/results/serving.md.
 
-Keys come from pinned memory in each call, and are copied to the device on the stream of the lookup.
+Keys come from pinned memory in each call. They are copied to the device on the stream of the lookup or, "in place", the
+kernels read them there.
 """
 
 import ctypes
@@ -175,10 +176,13 @@ class FrozenRows:
         start = slot * self._max_keys * 8
         self._memory.copy(self._device_keys + start, self._slots + start, num_keys * 8)
 
-    def lookup(self, slot: int, num_keys: int, counts: bool = False) -> float | None:
-        """Begins a lookup of keys that are on the device, and returns the share of rows there if it is asked for."""
+    def lookup(self, slot: int, num_keys: int, counts: bool = False, in_place: bool = False) -> float | None:
+        """Begins a lookup of keys that are on the device, and returns the share of rows there if it is asked for.
+
+        With `in_place` the kernels read the keys in pinned memory.
+        """
         feature = Feature(0, _SINGLE_ROWS, 0, num_keys, num_keys, -1, -1, self._output)
-        keys = self._device_keys + slot * self._max_keys * 8
+        keys = (self._slots if in_place else self._device_keys) + slot * self._max_keys * 8
         batch = Batch(keys, num_keys, None, 0, None, 0, ctypes.pointer(feature), 1)
         self._require(self._library.jaxsok_lookup(self._tables, ctypes.byref(batch), self._memory.stream))
         return float(self._shares[slot]) if counts else None

@@ -16,8 +16,8 @@ By default NVE counts the misses of each lookup, waits for the count, and then i
 at random: of half of the lookups where half of the keys miss, of 1% where a quarter does. "No inserts" turns this off,
 and lookups do not wait for a count. Each measurement begins with the first tenth of the rows in the cache, less those
 that find no place there, and the hot ids stay. "Hit rate" is what NVE counted. Ids come from pinned memory in each
-call; "on_device_ms" is the time of ids that are on the device already. Rows are compared with what was written, before
-and after the times are taken.
+call: they are copied to the device or, "in place", the kernels read them there. "on_device_ms" is the time of ids that
+are on the device already. Rows are compared with what was written, before and after the times are taken.
 
 To build NVE (commit 318a481 of github.com/NVIDIA/nv-embedding-cache) for H100 and H200, run in its folder:
 
@@ -65,6 +65,7 @@ _HOT_INSERTS = 3
 
 INT64, FLOAT32 = 1, 1
 """NVE's numbers of the type of keys and of the type of rows."""
+IN_PLACE = ", keys read in place"
 _ANY_DIRECTION = 4
 """CUDA's number of a copy between any two places."""
 
@@ -375,15 +376,19 @@ class Layer:
         start = slot * self._max_keys * 8
         self._copy(self._device_keys.address + start, self._slots.address + start, num_keys * 8, is_waited_for=False)
 
-    def lookup(self, slot: int, num_keys: int, counts: bool = False) -> float | None:
-        """Begins a lookup of keys that are on the device, and returns the hit rate where it is counted, else None."""
+    def lookup(self, slot: int, num_keys: int, counts: bool = False, in_place: bool = False) -> float | None:
+        """Begins a lookup of keys that are on the device, and returns the hit rate where it is counted, else None.
+
+        With `in_place` the kernels read the keys in pinned memory.
+        """
         is_counted = counts or self._setup.inserts  # NVE's Python layers always ask for it
+        keys = self._slots if in_place else self._device_keys
         self._nve.call(
             "nve_layer_lookup",
             self._layer,
             self._context,
             num_keys,
-            self._device_keys.address + slot * self._max_keys * 8,
+            keys.address + slot * self._max_keys * 8,
             self._output.address,
             ROW_BYTES,
             None,
@@ -420,7 +425,7 @@ def _chunks(count: int) -> list[np.ndarray]:
     return [np.arange(first, min(count, first + _CHUNK)) for first in range(0, count, _CHUNK)]
 
 
-def measure(layer: Any, stream: CachedIds, num_keys: int, hit_rate: float) -> dict[str, Any]:
+def measure(layer: Any, stream: CachedIds, num_keys: int, hit_rate: float, in_place: bool = False) -> dict[str, Any]:
     """Measures one number of keys and hit rate.
 
     Args:
@@ -428,6 +433,7 @@ def measure(layer: Any, stream: CachedIds, num_keys: int, hit_rate: float) -> di
       stream: the ids.
       num_keys: keys of a lookup.
       hit_rate: the share of hot ids, which the cache has.
+      in_place: kernels read keys in pinned memory; otherwise they are copied to the device first.
 
     Returns:
       Milliseconds of single lookups ("samples_ms"), of lookups back to back, and of single lookups whose keys are on
@@ -444,8 +450,9 @@ def measure(layer: Any, stream: CachedIds, num_keys: int, hit_rate: float) -> di
             layer.put(slot, ids)
 
     def call(slot: int, counts: bool = False) -> float | None:
-        layer.bring(slot, num_keys)
-        return layer.lookup(slot, num_keys, counts)
+        if not in_place:
+            layer.bring(slot, num_keys)
+        return layer.lookup(slot, num_keys, counts, in_place)
 
     def check() -> None:
         draw(1)
@@ -540,14 +547,15 @@ def main() -> None:
             continue
         print(f"{label}: {num_rows:,} rows in {time.perf_counter() - begin:.1f} s", flush=True)
         stream = CachedIds(num_rows, layer.capacity, options.seed)
-        for num_keys, hit_rate in itertools.product(sizes, CACHE_HIT_RATES):
-            case = f"{label}, {num_keys} keys, {hit_rate:.0%}"
+        for num_keys, hit_rate, in_place in itertools.product(sizes, CACHE_HIT_RATES, (False, True)):
+            by = f"{setup.by}{IN_PLACE * in_place}"
+            case = f"NVE, {by}, {num_keys} keys, {hit_rate:.0%}"
             try:
-                found = measure(layer, stream, num_keys, hit_rate)
+                found = measure(layer, stream, num_keys, hit_rate, in_place)
             except Exception as error:
                 fail(case, error)
                 continue
-            records.append({"by": setup.by, "num_keys": num_keys, "wanted": hit_rate, **found})
+            records.append({"by": by, "num_keys": num_keys, "wanted": hit_rate, **found})
             print(
                 f"{case}, seen {found['hit_rate']:.3f}: {np.median(found['samples_ms']):.4g} ms, "
                 f"{found['back_to_back_ms']:.4g} in turn, {found['on_device_ms']:.4g} with keys on the device",

@@ -193,6 +193,13 @@ class Gpu:
         self._call("cuMemcpyHtoD_v2", pointer, ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes))
         return pointer.value
 
+    def pin(self, array):
+        """Copies an array to pinned host memory and returns its address. The array stays there."""
+        pointer = ctypes.c_void_p()
+        self._call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(max(array.nbytes, 1)), 0)
+        ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
+        return pointer.value
+
     def get(self, pointer, shape):
         """Copies float32 values from the GPU after the stream has finished its work."""
         array = np.empty(shape, np.float32)
@@ -210,10 +217,10 @@ class Gpu:
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         return lambda: self._call("cuGraphLaunch", executable, self.stream)
 
-    def lookup(self, tables, *requests, is_graph=False):
-        """Does the same as `Tables.lookup` with arrays on the GPU."""
+    def lookup(self, tables, *requests, is_graph=False, is_pinned=False):
+        """Does the same as `Tables.lookup` with arrays on the GPU, or keys, offsets and weights in pinned memory."""
         *arrays, features = tables.pack(requests)
-        held = [(self.put(array), array.size) for array in arrays]
+        held = [((self.pin if is_pinned else self.put)(array), array.size) for array in arrays]
         shapes = []
         for feature, request in zip(features, requests, strict=True):
             shapes.append((request.num_bags, tables.library.jaxsok_table_dim(tables.pointer, feature.table)))

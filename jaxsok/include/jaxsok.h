@@ -68,11 +68,12 @@ typedef struct jaxsok_feature {
   int64_t first_offset; /* the first of num_bags + 1 offsets: bag b has the keys offsets[b] to offsets[b + 1] - 1,
                            counted from first_key. -1: every bag has num_keys / num_bags keys */
   int64_t first_weight; /* the first of num_keys weights that multiply rows; -1: none */
-  float* out;           /* [num_bags, dim], written. On a GPU it is in the GPU's memory, aligned to 16 bytes */
+  float* out;           /* [num_bags, dim], written. For a GPU it is aligned to 16 bytes */
 } jaxsok_feature;
 
-/* A batch. With libjaxsok_cuda.so keys, offsets, weights and every `out` are in GPU memory. The array of features is
- * always in host memory, and may change as soon as jaxsok_lookup returns. */
+/* A batch. With libjaxsok_cuda.so keys, offsets, weights and every `out` are in GPU memory, or in pinned host memory,
+ * which the kernels read and write over the link. The array of features is always in host memory, and may change as
+ * soon as jaxsok_lookup returns. */
 typedef struct jaxsok_batch {
   const uint64_t* keys; /* int64 keys are passed by their bits */
   int64_t num_keys;     /* below 2^31 */

@@ -486,8 +486,8 @@ class _NveLayer:
     def bring(self, slot, num_keys):
         self._brought[slot] = self._put[slot][:num_keys]
 
-    def lookup(self, slot, num_keys, counts=False):
-        self._asked = self._brought[slot][:num_keys]
+    def lookup(self, slot, num_keys, counts=False, in_place=False):
+        self._asked = (self._put if in_place else self._brought)[slot][:num_keys]
         return float((self._asked < self._hot).mean()) if counts else None
 
     def wait(self):
@@ -736,7 +736,8 @@ def test_lookups_through_a_cache_are_compared_with_the_link(monkeypatch):
     (direct,) = targets.Found(recorder.records).all(records.FROM_HOST, notes={"part": "cache", "to_host": False})
     assert direct.notes["hit_rate"] == pytest.approx(0.54, abs=0.1)  # a tenth of the rows lies on the device
     assert 0 < direct.notes["link_ms"] < direct.limit_ms
-    (from_c,) = targets.Found(recorder.records).all(records.FROM_C, notes={"part": "cache", "to_host": False})
+    from_c, in_place = targets.Found(recorder.records).all(records.FROM_C, notes={"part": "cache", "to_host": False})
+    assert {from_c.by, in_place.by} == {"", "keys read in place"}
     assert from_c.notes["hit_rate"] == pytest.approx(direct.notes["hit_rate"], abs=0.1)
     assert targets._in_host_memory("link", 0.5)(targets.Found(recorder.records)) > 0
     who = [(row[1], row[2], row[4]) for row in tables.cache_rows(recorder.records)[2:]]
@@ -745,6 +746,7 @@ def test_lookups_through_a_cache_are_compared_with_the_link(monkeypatch):
         for place, subject in sorted(
             [
                 *3 * [("device", "jaxsok")],
+                ("device", "jaxsok (keys read in place)"),
                 *2 * [("host", "jaxsok")],
                 ("device", "xla"),
                 ("host", "plain"),

@@ -335,8 +335,10 @@ def test_lookups_on_a_gpu_have_the_bits_of_python(is_graph, share, gpu_world, tm
         assert tables.library.jaxsok_platform() == b"cuda"
         for seed in range(4):
             requests = draw_requests(np.random.default_rng(seed), gpu_world, num_requests=(1, 8, 40, 300)[seed])
-            got = gpu.lookup(tables, *requests, is_graph=is_graph)
-            assert_same_bits(got, look_up(gpu_world, requests))
+            wanted = look_up(gpu_world, requests)
+            for is_pinned in (False, True):
+                got = gpu.lookup(tables, *requests, is_graph=is_graph, is_pinned=is_pinned)
+                assert_same_bits(got, wanted)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
 """The readers of a model's rows: all on a device, or some in its cache over host memory."""
 
 import abc
+import contextlib
 import dataclasses
-import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -331,13 +332,16 @@ def _call_all(name: str) -> Callable[..., None]:
 
 
 class Replicas:
-    """Reads from several devices by turns; each has all rows, or a cache of them.
+    """Reads from several devices, from the one with the fewest requests; each has all rows, or a cache of them.
 
     A version is published to one cache after the other, so for that moment requests get answers of both; each is whole.
     """
 
     def __init__(self, readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> None:
-        self._readers, self._turns = readers, itertools.count()
+        self._readers = readers
+        self._lock = threading.Lock()
+        # Under `_lock`: the requests of each reader that have begun, and whose turn it is among equals.
+        self._running, self._turn = [0] * len(readers), 0
 
     @property
     def num_bytes(self) -> int:
@@ -347,14 +351,27 @@ class Replicas:
     def caches(self) -> Sequence[CachedRows]:
         return [cache for reader in self._readers for cache in reader.caches]
 
-    def _next(self) -> Any:
-        return self._readers[next(self._turns) % len(self._readers)]
+    @contextlib.contextmanager
+    def _least_busy(self) -> Iterator[Any]:
+        count = len(self._readers)
+        with self._lock:
+            self._turn = number = min(
+                ((self._turn + step) % count for step in range(1, count + 1)), key=self._running.__getitem__
+            )
+            self._running[number] += 1
+        try:
+            yield self._readers[number]
+        finally:
+            with self._lock:
+                self._running[number] -= 1
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        return self._next().lookup(keys)
+        with self._least_busy() as reader:
+            return reader.lookup(keys)
 
     def predict(self, read: ReadInputs) -> Found:
-        return self._next().predict(read)
+        with self._least_busy() as reader:
+            return reader.predict(read)
 
     prepare, settle, start, publish, refresh, stop = map(
         _call_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
