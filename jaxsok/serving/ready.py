@@ -7,6 +7,7 @@ import atexit
 import collections
 import functools
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -105,6 +106,36 @@ def _close_all() -> None:
         thread.stop()
     for thread in started:
         thread.close()
+
+
+class ShortTurns:
+    """While it is entered, a thread that wants Python's lock gets it after 0.2 ms at most, in place of 5 by default.
+
+    Updates enter it, so that lookups need not wait until they give the lock up by themselves. Shorter turns cost threads
+    that all want the lock up to a fifth of their rate. The interval is that of the process (`sys.setswitchinterval`).
+    """
+
+    _INTERVAL_S = 2e-4
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_entered, self._before_s = 0, 0.0  # under `_lock`
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_entered += 1
+            if self._num_entered == 1:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, self._INTERVAL_S))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_entered -= 1
+            if not self._num_entered:
+                sys.setswitchinterval(self._before_s)
+
+
+SHORT_TURNS = ShortTurns()  # of this process, as the interval
 
 
 class Repeated:

@@ -443,3 +443,24 @@ def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
     for background in threads:
         assert background.close(30)
     assert sorted(begun) == ["a", "b"]
+
+
+def test_turns_are_short_while_one_of_several_wants_them_so():
+    """Updates of several models overlap in any order; after the last, failed or not, the interval is what it was."""
+    turns, before = ready_lib.ShortTurns(), sys.getswitchinterval()
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(turns)
+    assert sys.getswitchinterval() == 2e-4
+    second.enter_context(turns)
+    first.close()
+    assert sys.getswitchinterval() == 2e-4
+    with contextlib.suppress(KeyError), second:
+        raise KeyError
+    assert sys.getswitchinterval() == before
+    sys.setswitchinterval(1e-5)
+    try:
+        with turns:
+            assert sys.getswitchinterval() == 1e-5  # already shorter
+        assert sys.getswitchinterval() == 1e-5
+    finally:
+        sys.setswitchinterval(before)

@@ -26,6 +26,7 @@ from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import TableSource
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.model.store_plans import Change, Part, StorePlan, split_sources
+from jaxsok.serving.ready import SHORT_TURNS
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY
 
@@ -195,7 +196,7 @@ class AnyVersions(abc.ABC):
     ) -> Version:
         """Makes the next version, with another dense model and its file if given, and serves it."""
         self._check(source, in_place)
-        with self._updating:
+        with self._updating, SHORT_TURNS:
             try:
                 old = self.current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
