@@ -18,7 +18,7 @@ from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes, rows_on_device
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
+from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Versions
 from jaxsok.types import PADDING_KEY
@@ -350,9 +350,9 @@ def open_model(
     if is_cached or isinstance(versions, StoredVersions):
         reader = _reader_of([CachedRows(config, versions, at) for at in device.devices])
     elif config.is_split:
-        reader = SplitRows(config, versions)
+        reader = DeviceRows(config, versions, range(len(versions.current.parts)))
     else:
-        reader = _reader_of([DeviceRows(config, versions, part) for part in range(len(versions.current.parts))])
+        reader = _reader_of([DeviceRows(config, versions, [part]) for part in range(len(versions.current.parts))])
     served = Served(config, versions, device.devices, reader, warm_up=warm_up)
     for part in versions.current.own_parts:
         for of_store in part.maps:
