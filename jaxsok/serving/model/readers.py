@@ -31,38 +31,6 @@ _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")
 _log = logging.getLogger(__name__)
 
 
-class _Programs(abc.ABC):
-    """A reader's programs, which are compiled for each version before it is read."""
-
-    ready: Ready[Prediction]
-    is_warmed_up = False
-    caches: "Sequence[CachedRows]" = ()
-
-    @abc.abstractmethod
-    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
-    @abc.abstractmethod
-    def first_programs(
-        self, served: artifact.ServedModel | None
-    ) -> list[Prediction]: ...  # compiled before requests come
-
-    def prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
-        place, old_place = self.place_of(new), self.place_of(old)
-        if place == old_place:
-            return
-        self.ready.keep([old_place, place])
-        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
-        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
-            for program in wanted:
-                if program.fits(new.served):
-                    self.ready.make(place, program)
-            wanted = self.ready.list_used()
-
-    def settle(self, now: Version) -> None:
-        """Forgets the programs of versions other than the served one; also called after a failure."""
-        self.ready.keep([self.place_of(now)])
-
-
 class _Sizes:
     """The sizes that the requests of a model are padded to."""
 
@@ -80,6 +48,39 @@ class _Sizes:
         """Yields a request of padding in all tables for each level."""
         for level in self.levels:
             yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
+
+
+class _Programs(abc.ABC):
+    """A reader's programs, which are compiled for each version before it is read."""
+
+    ready: Ready[Prediction]
+    sizes: _Sizes
+    is_warmed_up = False
+    caches: "Sequence[CachedRows]" = ()
+
+    @abc.abstractmethod
+    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
+        """Lists the programs that are compiled before requests come."""
+        return Prediction.list_first(served, self.sizes.levels)
+
+    def prepare(self, old: Version, new: Version) -> None:
+        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
+        place, old_place = self.place_of(new), self.place_of(old)
+        if place == old_place:
+            return
+        self.ready.keep([old_place, place])
+        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
+        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
+            for program in wanted:
+                if program.fits(new.served):
+                    self.ready.make(place, program)
+            wanted = self.ready.list_used()
+
+    def settle(self, now: Version) -> None:
+        """Forgets the programs of versions other than the served one; also called after a failure."""
+        self.ready.keep([self.place_of(now)])
 
 
 class DeviceRows(_Programs):
@@ -160,9 +161,6 @@ class DeviceRows(_Programs):
 
     def place_of(self, version: Version) -> Any:
         return version.parts[self._parts[0]].form, version.served
-
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
-        return list(Prediction.list_first(served, self.sizes.levels))
 
     def settle(self, now: Version) -> None:
         """Also remembers where the arrays of the served version lie, and forgets those of the one before."""
@@ -249,9 +247,6 @@ class CachedRows(_Programs):
 
     def place_of(self, version: Version) -> Any:
         return None, version.served  # the arrays of the cache keep their shapes
-
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
-        return list(Prediction.list_first(served, self.sizes.levels))
 
     def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         served, leaves = place[1], place[1].leaves_of(program.sizes)
