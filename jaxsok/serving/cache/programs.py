@@ -18,7 +18,7 @@ from jaxsok.kernels.call import StoreArrays
 from jaxsok.keys import PADDING_WORD
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTables
 from jaxsok.serving.padding import padded_size
-from jaxsok.serving.ready import Form, Ready
+from jaxsok.serving.ready import Background, Form, Ready
 from jaxsok.serving.row_map import SALT, UNUSED, find_or_insert, release
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, RECORD_WORDS
@@ -229,7 +229,7 @@ class CompiledPrograms:
         (device,) = stores[0].index.devices()
         self.is_pinned = device.platform != "cpu"  # of the results of queries for the host
         self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
-        self.background = self._ready.background
+        self.background = Background()
         self.query_sizes: set[Sizes] = set()  # for which the query of `lookup` is compiled; only grows
 
     def has(self, name: str, *sizes: Any) -> bool:
@@ -280,7 +280,8 @@ class CompiledPrograms:
         ]
         if not larger:
             return least
-        self._ready.make_in_background(None, ("query", True, least))
+        program = "query", True, least
+        self.background.offer(program, functools.partial(self._ready.make, None, program))
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:

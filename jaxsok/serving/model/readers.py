@@ -193,11 +193,11 @@ class DeviceRows(_Programs):
         """Does nothing: there is no tier below."""
 
     def stop(self) -> None:
-        self.ready.background.stop()
+        """Does nothing: there is no thread."""
 
     def close(self, until: float | None) -> bool:
-        """Waits until a time of `time.monotonic`, and returns whether all has ended."""
-        return self.ready.background.close(rest_s(until))
+        """Returns at once that all has ended; other readers wait until a time of `time.monotonic`."""
+        return True
 
 
 class CachedRows(_Programs):
@@ -294,12 +294,12 @@ class CachedRows(_Programs):
 
     def stop(self) -> None:
         self.clock.stop()
-        self.ready.background.stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None) -> bool:
+        """Waits until a time of `time.monotonic`, and returns whether all has ended."""
         self.stop()
-        has_ended = self.clock.close(until) & self.ready.background.close(rest_s(until))
+        has_ended = self.clock.close(until)
         return self.cache.close(rest_s(until)) and has_ended
 
 
