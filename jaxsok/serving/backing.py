@@ -241,10 +241,6 @@ def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
     return (round_to(rows, jnp.dtype(table.dtype)).astype(np.float32, copy=False),)
 
 
-def take(lines: Lines, which: np.ndarray) -> Lines:
-    return tuple(array[which] for array in lines)
-
-
 def join_lines(parts: Iterable[Lines]) -> Lines:
     """Joins lines; those of a single part are not copied."""
     return tuple(arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in zip(*parts, strict=True))

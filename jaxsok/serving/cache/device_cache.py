@@ -249,16 +249,17 @@ class DeviceCache:
                 f"swap: source: got tables {list(source.tables.values())}, wanted "
                 f"{list(stores.source.tables.values())}; open another cache."
             )
-        for name in changed or ():
+        leaving: dict[str, np.ndarray] = {}  # distinct keys by table
+        for name, keys in (changed or {}).items():
             self._spec.place_of("swap", name)
-        with self._changing:
-            leaving = None if changed is None else {name: _distinct_keys(name, keys) for name, keys in changed.items()}
-            with stores.keep_out(leaving):
-                if leaving is not None:
-                    batches = self._changed_batches(source, leaving)
-                else:
-                    batches = list(stores.batches({name: (keys, None) for name, keys in self.cached_keys().items()}))
-                stores.rewrite(batches, source)
+            keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
+            leaving[name] = keys[keys != np.uint64(PADDING_KEY)]
+        with self._changing, stores.keep_out(None if changed is None else leaving):
+            if changed is not None:
+                batches = self._changed_batches(source, leaving)
+            else:
+                batches = list(stores.batches({name: (keys, None) for name, keys in self.cached_keys().items()}))
+            stores.rewrite(batches, source)
         self._counter.add(swaps=1)
 
     def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
@@ -339,8 +340,3 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
-
-
-def _distinct_keys(name: str, keys: Any) -> np.ndarray:
-    keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
-    return keys[keys != np.uint64(PADDING_KEY)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving.backing import Lines, RowSource, join_lines, take
+from jaxsok.serving.backing import Lines, RowSource, join_lines
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
@@ -223,7 +223,7 @@ class DeviceStores:
             lines = None if some[0][2] is None else join_lines(part[2] for part in some)
             if are_bounded and lines is not None and len(keys) > self.capacities[s]:
                 last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
-                ids, keys, lines = ids[last], keys[last], take(lines, last)
+                ids, keys, lines = ids[last], keys[last], tuple(array[last] for array in lines)
             if not len(keys):
                 continue
             size, table, slabs = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0], None
@@ -271,7 +271,7 @@ def _drop_keys(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.n
         return keys, rows
     place = np.minimum(np.searchsorted(leaving, keys), len(leaving) - 1)
     stays = leaving[place] != keys
-    return keys[stays], take(rows, stays)
+    return keys[stays], tuple(array[stays] for array in rows)
 
 
 _new_store = jax.jit(programs.empty_store, static_argnums=(0, 1), donate_argnums=(3, 4))
