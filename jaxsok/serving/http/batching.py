@@ -47,9 +47,9 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` must not hold up the event loop; if it fails for several payloads, it is called with each alone. `limits`
-        bound the costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and
-        whether it was split; `observe_depth` the number that wait, when it changes.
+        `run` gives a result for each payload, and must not hold up the event loop; if it fails for several payloads, it
+        is called with each alone. `limits` bound the costs of a call; a payload above a limit goes alone. `observe`
+        gets the payloads of each call, and whether it was split; `observe_depth` the number that wait, when it changes.
         """
         self._run, self._limits, self._observe = run, dict(limits), observe
         self._max_delay_s, self._num_workers, self._observe_depth = max_delay_s, num_workers, observe_depth
@@ -160,8 +160,6 @@ class Batcher(Generic[Payload, Result]):
         is_split = False
         try:
             results: Sequence[Result | BaseException] = await self._run(payloads)
-            if len(results) != len(payloads):
-                raise ValueError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
         except Exception as error:
             results, is_split = [error], len(payloads) > 1
         if is_split:
