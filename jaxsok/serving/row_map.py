@@ -42,7 +42,7 @@ class RowMap:
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
         _check_capacity(capacity)
         self.num_tables = num_tables
-        self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
+        self.frequencies: np.ndarray | None = None  # uses of each row, uint32; None: not known, or not needed any more
         counters = np.zeros(len(types.COUNTERS), np.uint32)
         counters[SALT] = draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._arrays = StoreArrays(
@@ -130,8 +130,6 @@ class RowMap:
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, UNUSED))
         rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
-        if self.frequencies is not None:
-            self.frequencies = fill_up(self.frequencies, capacity)
         self._rebuild(self._arrays.counters, max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
@@ -171,7 +169,6 @@ class RowMap:
     def copy(self) -> "RowMap":
         other = copy.copy(self)
         other._arrays = jax.device_put(self._arrays, host_device(), may_alias=False)
-        other.frequencies = None if self.frequencies is None else self.frequencies.copy()
         return other
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
