@@ -1,7 +1,7 @@
 """The map from (table, key) to row of a frozen store: kept on the host, apart from the rows.
 
 A frozen store has an index and no records, so its device cannot find a free row. The map has both, on the CPU, for
-about 45 bytes a row, changed by the kernels of training: updates touch only the rows that change.
+about 41 bytes a row, changed by the kernels of training: updates touch only the rows that change.
 """
 
 import copy
@@ -49,7 +49,7 @@ class RowMap:
             index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), UNUSED)),
             counters=_on_host(counters),
             table_rows=_on_host(np.zeros(num_tables, np.uint32)),
-            rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels need an array for new rows
+            rows=(),  # a `FrozenStore` has them
             records=(_on_host(np.full((capacity, types.RECORD_WORDS), UNUSED)),),
         )
 
@@ -128,8 +128,7 @@ class RowMap:
             return
         _check_capacity(capacity)
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, UNUSED))
-        rows = _on_host(np.zeros((capacity, 1), np.float32))
-        self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
+        self._arrays = dataclasses.replace(self._arrays, records=(records,))
         self._rebuild(self._arrays.counters, max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
@@ -237,7 +236,7 @@ def release(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays,
 
 
 def find_or_insert(arrays: Arrays, words: Array, ids: Array) -> tuple[Arrays, Array, Array]:
-    """Gives the arrays, row ids, and counts; to be compiled. New rows mean nothing yet, so any initializer serves."""
+    """Gives the arrays, row ids, and counts; to be compiled. Rows of new keys, if there are rows, mean nothing yet."""
     no_words = np.zeros((arrays.table_rows.shape[0], types.NUM_TABLE_WORDS), np.uint32)
     return kernels.find_or_insert(arrays, no_words, jnp.zeros(2, jnp.uint32), words, ids)
 

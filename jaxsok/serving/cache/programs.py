@@ -64,13 +64,15 @@ class Queried:
     counts: Array  # by table of all stores: distinct keys, misses, keys that found no place among the distinct
 
 
-def empty_store(num_tables: int, capacity: int, salt: Any, rows: Array, numbers: tuple[Array, ...] = ()) -> CacheStore:
-    """Makes a store without keys over the arrays of its rows."""
+def empty_store(
+    num_tables: int, capacity: int, salt: Any, rows: tuple[Array, ...] = (), numbers: tuple[Array, ...] = ()
+) -> CacheStore:
+    """Makes a store without keys over the arrays of its rows, if it has any."""
     return CacheStore(
         index=jnp.full((num_buckets_of(capacity), BUCKET_WORDS), UNUSED),
         counters=jnp.zeros(len(COUNTERS), jnp.uint32).at[SALT].set(salt),
         table_rows=jnp.zeros(num_tables, jnp.uint32),
-        rows=(rows,),
+        rows=rows,
         records=(jnp.full((capacity, RECORD_WORDS), UNUSED),),
         statistics=(jnp.zeros((capacity, 2), jnp.uint32),),
         numbers=numbers,
@@ -118,8 +120,8 @@ def _query_store(
     table_words = np.frombuffer(words_of_tables, np.uint32).reshape(-1, NUM_TABLE_WORDS)
     n, num_tables = words.shape[0], len(table_words)
     # (table, key) pairs are made distinct by inserting them into an empty store.
-    scratch = empty_store(num_tables, n, salt, jnp.zeros((n, 1), jnp.float32))
-    scratch, inverse, counts = find_or_insert(dataclasses.replace(scratch, statistics=()), words, ids)
+    scratch = dataclasses.replace(empty_store(num_tables, n, salt), statistics=())
+    scratch, inverse, counts = find_or_insert(scratch, words, ids)
     records = scratch.records[0]
     unique, unique_ids = records[:, :2], records[:, 2]
     row_ids = kernels.find(index, counters, unique, unique_ids)

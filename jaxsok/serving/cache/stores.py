@@ -259,9 +259,9 @@ class DeviceStores:
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
         with jax.default_device(self.device):
-            rows, numbers = jnp.zeros((capacity, table.dim), table.dtype), ()
+            rows, numbers = (jnp.zeros((capacity, table.dim), table.dtype),), ()
             if table.is_quantized:
-                rows, numbers = jnp.zeros((capacity, 1), jnp.float32), (rows,)
+                rows, numbers = (jnp.zeros((capacity, 1), jnp.float32),), rows
             return jax.device_put(_new_store(num_tables, capacity, draw_salt(), rows, numbers), self.device)
 
 
