@@ -1,4 +1,4 @@
-"""Tiers below the device, which have the rows that its cache lacks: `HostRows`, databases, or several (`Layered`)."""
+"""Tiers below the device, which have the rows that its cache lacks: `HostRows`, databases, or another `RowSource`."""
 
 import abc
 import functools
@@ -161,62 +161,6 @@ class HostRows(RowSource):
             yield Records(keys[some], rows, frequency=None if frequency is None else frequency[some])
 
 
-class Layered(RowSource):
-    """Tiers of the same tables in an order: the first that has a key gives its row, as in HPS."""
-
-    def __init__(self, layers: Sequence[RowSource]) -> None:
-        if not layers:
-            raise ValueError("Layered: layers: got none, wanted at least one.")
-        self._layers, self.tables = tuple(layers), layers[0].tables
-        for layer in layers[1:]:
-            if dict(layer.tables) != dict(self.tables):
-                got = f"tables {list(layer.tables.values())} below {list(self.tables.values())}"
-                raise ValueError(f"Layered: layers: got {got}, wanted the same in all.")
-
-    @property
-    def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - follows its layers
-        """The sum of the layers' versions."""
-        return sum(layer.version for layer in self._layers)
-
-    def num_rows(self, table: str) -> int:
-        """Counts the rows of the largest layer: the upper ones usually have a part of the last."""
-        return max(layer.num_rows(table) for layer in self._layers)
-
-    def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
-        """Asks each layer for the keys that those before it do not have."""
-        return self._ask_layers(keys, lambda layer, some: layer.fetch(table, some))
-
-    def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        return self._ask_layers(keys, lambda layer, some: layer.fetch_quantized(table, some))
-
-    def _ask_layers(self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]) -> Any:
-        parts = fetch(self._layers[0], keys)
-        for layer in self._layers[1:]:
-            missing = np.flatnonzero(~parts[-1])
-            if not len(missing):
-                break
-            more = fetch(layer, np.asarray(keys)[missing])
-            is_there = more[-1]
-            parts = tuple(map(np.array, parts))
-            for mine, its in zip(parts, more, strict=True):
-                mine[missing[is_there]] = its[is_there]
-        return parts
-
-    def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """Yields rows layer by layer, without keys that an earlier layer has; it asks these layers."""
-        for number, layer in enumerate(self._layers):
-            for records in layer.scan(table, chunk_rows):
-                is_new = np.ones(records.num_rows, bool)
-                for before in self._layers[:number]:
-                    is_new &= ~before.fetch(table, records.keys)[1]
-                if is_new.any():
-                    yield records if is_new.all() else records.take(is_new)
-
-    def close(self) -> None:
-        for layer in self._layers:
-            layer.close()
-
-
 def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
     """Fetches the rows of those keys that a table has, as a cache stores them, and which keys these are."""
     table, num_keys = source.tables[name], len(keys)
@@ -239,10 +183,6 @@ def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, 
 def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:
     """Rounds rows to what a store holds: an answer is the same whether its row was cached or fetched."""
     return (round_to(rows, jnp.dtype(table.dtype)).astype(np.float32, copy=False),)
-
-
-def take(lines: Lines, which: np.ndarray) -> Lines:
-    return tuple(array[which] for array in lines)
 
 
 def join_lines(parts: Iterable[Lines]) -> Lines:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jaxsok import checks
 from jaxsok.collection import Collection
-from jaxsok.features import Bags
+from jaxsok.features import Bags, count_samples
 from jaxsok.serving.errors import RequestError, require_mapping
 from jaxsok.serving.frozen import FrozenTables, require_tables
 from jaxsok.serving.fused import LookupInput, lookup
@@ -131,11 +131,8 @@ def _look_up(
 
 
 def _shape(given: LookupInput) -> tuple[Any, ...]:
-    bags = given.keys if isinstance(given.keys, Bags) else Bags(given.keys, offsets=given.offsets)
-    if bags.lengths is not None:
-        return np.shape(bags.lengths)
-    if bags.offsets is not None:
-        return (bags.offsets.shape[0] - 1,)
-    is_words = isinstance(bags.keys, jax.Array) and bags.keys.dtype == jnp.uint32
-    shape = np.shape(bags.keys)[:-1] if is_words else np.shape(bags.keys)
-    return shape[:1] if given.combiner is not None else shape
+    keys = given.keys
+    if given.combiner is not None:
+        return (count_samples(keys if given.offsets is None else Bags(keys, offsets=given.offsets)),)
+    is_words = isinstance(keys, jax.Array) and keys.dtype == jnp.uint32
+    return np.shape(keys)[:-1] if is_words else np.shape(keys)

@@ -5,7 +5,6 @@ A request decides which program it needs (sizes); a version, for what it is comp
 
 import atexit
 import collections
-import functools
 import logging
 import sys
 import threading
@@ -60,12 +59,6 @@ class Background:
             self._waiting.append(work)
             return True
 
-    def forget(self) -> None:
-        """Drops waiting work and forgets all names: they may be offered again."""
-        with self._changed:
-            self._known.clear()
-            self._waiting.clear()
-
     def drain(self, timeout_s: float | None = None) -> bool:
         """Waits at most `timeout_s` for all work, and returns whether it has ended."""
         with self._changed:
@@ -75,7 +68,7 @@ class Background:
         """Drops waiting work, and takes no more; what runs goes on."""
         with self._changed:
             self._is_closed = True
-        self.forget()
+            self._waiting.clear()
 
     def close(self, timeout_s: float | None = None) -> bool:
         self.stop()
@@ -179,7 +172,6 @@ class Ready(Generic[Program]):
         self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
         self._compiling: weakref.WeakValueDictionary[tuple[Any, Program], Any] = weakref.WeakValueDictionary()
-        self.background = Background()
 
     def has(self, where: Any, program: Program) -> bool:
         """Checks for a compiled program, which the caller is about to call."""
@@ -207,9 +199,6 @@ class Ready(Generic[Program]):
                 if self._places is None or where in self._places:
                     _put_last(self._made.setdefault(where, collections.OrderedDict()), program, MOST_MADE)
 
-    def make_in_background(self, where: Any, program: Program) -> None:
-        self.background.offer((where, program), functools.partial(self.make, where, program))
-
     def list_used(self) -> list[Program]:
         """Lists the last `MOST_USED` programs that were called; the latest last."""
         with self._lock:
@@ -217,7 +206,6 @@ class Ready(Generic[Program]):
 
     def keep(self, places: Collection[Any]) -> None:
         """Forgets the programs of other places, compiled and future ones."""
-        self.background.forget()
         with self._lock:
             self._places = tuple(places)
             self._made = {where: made for where, made in self._made.items() if where in self._places}

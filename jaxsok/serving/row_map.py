@@ -1,7 +1,7 @@
 """The map from (table, key) to row of a frozen store: kept on the host, apart from the rows.
 
 A frozen store has an index and no records, so its device cannot find a free row. The map has both, on the CPU, for
-about 45 bytes a row, changed by the kernels of training: updates touch only the rows that change.
+about 41 bytes a row, changed by the kernels of training: updates touch only the rows that change.
 """
 
 import copy
@@ -42,14 +42,14 @@ class RowMap:
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
         _check_capacity(capacity)
         self.num_tables = num_tables
-        self.frequencies: np.ndarray | None = None  # how often each row was used, uint32; None: no table knows
+        self.frequencies: np.ndarray | None = None  # uses of each row, uint32; None: not known, or not needed any more
         counters = np.zeros(len(types.COUNTERS), np.uint32)
         counters[SALT] = draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._arrays = StoreArrays(
             index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), UNUSED)),
             counters=_on_host(counters),
             table_rows=_on_host(np.zeros(num_tables, np.uint32)),
-            rows=(_on_host(np.zeros((capacity, 1), np.float32)),),  # the kernels need an array for new rows
+            rows=(),  # a `FrozenStore` has them
             records=(_on_host(np.full((capacity, types.RECORD_WORDS), UNUSED)),),
         )
 
@@ -128,10 +128,7 @@ class RowMap:
             return
         _check_capacity(capacity)
         records = _on_host(fill_up(np.asarray(self._arrays.records[0]), capacity, UNUSED))
-        rows = _on_host(np.zeros((capacity, 1), np.float32))
-        self._arrays = dataclasses.replace(self._arrays, rows=(rows,), records=(records,))
-        if self.frequencies is not None:
-            self.frequencies = fill_up(self.frequencies, capacity)
+        self._arrays = dataclasses.replace(self._arrays, records=(records,))
         self._rebuild(self._arrays.counters, max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
@@ -171,7 +168,6 @@ class RowMap:
     def copy(self) -> "RowMap":
         other = copy.copy(self)
         other._arrays = jax.device_put(self._arrays, host_device(), may_alias=False)
-        other.frequencies = None if self.frequencies is None else self.frequencies.copy()
         return other
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
@@ -240,7 +236,7 @@ def release(arrays: StoreArrays, words: Array, ids: Array) -> tuple[StoreArrays,
 
 
 def find_or_insert(arrays: Arrays, words: Array, ids: Array) -> tuple[Arrays, Array, Array]:
-    """Gives the arrays, row ids, and counts; to be compiled. New rows mean nothing yet, so any initializer serves."""
+    """Gives the arrays, row ids, and counts; to be compiled. Rows of new keys, if there are rows, mean nothing yet."""
     no_words = np.zeros((arrays.table_rows.shape[0], types.NUM_TABLE_WORDS), np.uint32)
     return kernels.find_or_insert(arrays, no_words, jnp.zeros(2, jnp.uint32), words, ids)
 

@@ -48,7 +48,7 @@ def open(
       DatabaseError: Redis or RocksDB cannot be reached.
 
     Cost:
-      Reads all files. Memory of a model: `frozen_bytes` of its tables, and 45 bytes a row on the host.
+      Reads all files. Memory of a model: `frozen_bytes` of its tables, and 41 bytes a row on the host.
 
     Example:
       >>> import tempfile
@@ -183,7 +183,7 @@ class Session:
 
         Cost:
           A copy: the rows of each store that changes. In place: the changed rows, old and new, on the host.
-          Both: a copy of the store's map of rows on the host (45 bytes a row), and a new index on the device (25
+          Both: a copy of the store's map of rows on the host (41 bytes a row), and a new index on the device (25
           bytes a row). Where sizes or the dense model change, the last programs of requests are compiled before the
           version is served.
         """

@@ -116,18 +116,3 @@ def test_not_finite(dtype, bad):
     rows[3, 1] = bad
     with pytest.raises(ValueError, match=r"quantize_rows: rows: got .* in row 3, column 1, wanted finite numbers"):
         quantize.quantize_rows(rows, dtype)
-
-
-def test_bad_arguments():
-    """Wrong shapes and dtypes are refused."""
-    rows, scales = np.zeros((2, 3), np.float32), np.ones(2, np.float32)
-    for bad in (rows[0], rows.astype(np.int32), rows.astype(bool)):
-        with pytest.raises(ValueError, match=r"quantize_rows: rows: got .*wanted floats of \[num_rows, dim\]"):
-            quantize.quantize_rows(bad, "int8")
-    with pytest.raises(ValueError, match="dtype: got 'int4', wanted one of"):
-        quantize.quantize_rows(rows, "int4")
-    with pytest.raises(ValueError, match="dequantize_rows: numbers: got float32"):
-        quantize.dequantize_rows(rows, scales)
-    for bad in (scales[1:], scales.astype(np.float64)):
-        with pytest.raises(ValueError, match=r"dequantize_rows: scales: got .* wanted float32\[2\]"):
-            quantize.dequantize_rows(rows.astype(np.int8), bad)

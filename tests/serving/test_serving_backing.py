@@ -1,6 +1,4 @@
-"""Tiers below the device against dictionaries: what a source has, and how sources stack."""
-
-import collections
+"""Tiers below the device against dictionaries: what a source has."""
 
 import jax
 import numpy as np
@@ -10,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 import jaxsok
 from jaxsok.records import Records
 from jaxsok.serving import backing
-from jaxsok.serving.backing import HostRows, Layered
+from jaxsok.serving.backing import HostRows
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
 
@@ -122,40 +120,6 @@ def test_frequencies_of_a_table_do_not_hang_on_another():
             assert dict(zip(records.keys.tolist(), records.frequency.tolist(), strict=True)) == hot
 
 
-@settings(max_examples=8)
-@given(st.lists(dictionaries, min_size=1, max_size=3))
-def test_layers(layers):
-    """The first layer that has a key gives its row, as in a ChainMap."""
-    source = Layered([host_rows(values, version=10 + number) for number, values in enumerate(layers)])
-    together = {table: dict(collections.ChainMap(*(values[table] for values in layers))) for table in TABLES}
-    keys = np.array(KEYS, np.uint64)
-    for table, some in together.items():
-        rows, is_found = source.fetch(table, keys)
-        assert is_found.tolist() == [key in some for key in KEYS]
-        for key, row, is_there in zip(KEYS, rows, is_found, strict=True):
-            if is_there:
-                np.testing.assert_array_equal(row, row_of(table, some[key]))
-        assert source.num_rows(table) == max(len(values[table]) for values in layers)
-    assert contents(source) == expected_contents(together)
-    assert source.version == sum(range(10, 10 + len(layers)))
-    source.close()
-
-
-def test_keys_of_no_layer_read_what_the_first_gives(monkeypatch):
-    """A key that no layer has reads the default of the first layer, whatever a layer below would return."""
-    above, below = host_rows({"b": {1: 5}}), host_rows({"b": {2: 6}})
-    fetch = below.fetch
-
-    def fetch_anything(table, keys):
-        rows, is_found = fetch(table, keys)
-        return np.where(is_found[:, None], rows, np.float32(np.nan)), is_found
-
-    monkeypatch.setattr(below, "fetch", fetch_anything)
-    rows, is_found = Layered([above, below]).fetch("b", np.array([1, 2, 3], np.uint64))
-    assert is_found.tolist() == [True, True, False]
-    np.testing.assert_array_equal(rows, [row_of("b", 5), row_of("b", 6), [3.0] * 4])
-
-
 def test_many_keys_in_parts(monkeypatch):
     """More keys than one fetch takes are fetched in parts."""
     values = {"a": {key: key % 100 for key in range(1000)}}
@@ -171,10 +135,6 @@ def test_many_keys_in_parts(monkeypatch):
 
 def test_bad_tiers():
     """Bad tiers are named, with what is wanted."""
-    with pytest.raises(ValueError, match="Layered: layers: got none"):
-        Layered([])
-    with pytest.raises(ValueError, match="wanted the same in all"):
-        Layered([host_rows({"a": {1: 1}}), host_rows({"b": {1: 1}})])
     source = host_rows({"a": {1: 1}})
     with pytest.raises(UnknownTableError, match="fetch: table: got 'b'"):
         source.fetch("b", np.zeros(1, np.uint64))

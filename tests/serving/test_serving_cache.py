@@ -20,7 +20,7 @@ from waiting import wait_until
 import jaxsok
 from jaxsok.records import Records
 from jaxsok.serving import cache as cache_module, ready as ready_lib
-from jaxsok.serving.backing import HostRows, Layered, RowSource
+from jaxsok.serving.backing import HostRows, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes, device_cache, programs, stores
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
@@ -375,7 +375,7 @@ def quantized_of(rows, dtype):
     return numbers.astype(np.float32) * scales[:, None]
 
 
-@pytest.mark.parametrize("of", ["host", "dict", "layers"])
+@pytest.mark.parametrize("of", ["host", "dict"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_rows_of_8_bits(dtype, of):
     """Rows of 8 bits are cached as stored and read with the bits of a full table; defaults are not rounded."""
@@ -385,14 +385,13 @@ def test_rows_of_8_bits(dtype, of):
     read = {name: quantized_of(mine, dtype) for name, mine in rows.items()}
     keys = np.arange(num_rows, dtype=np.uint64)
 
-    def host(part=slice(None)):
-        of_part = {name: Records(keys[part], mine[part], frequency=keys[part]) for name, mine in rows.items()}
-        return HostRows.of([(t, SizedRecords(of_part[n].num_rows, [of_part[n]])) for n, t in tables.items()])
+    def host():
+        records = {name: Records(keys, mine, frequency=keys) for name, mine in rows.items()}
+        return HostRows.of([(table, SizedRecords(num_rows, [records[name]])) for name, table in tables.items()])
 
     source = {
         "host": host,
         "dict": lambda: DictSource({n: dict(enumerate(mine)) for n, mine in rows.items()}, tables),
-        "layers": lambda: Layered([host(slice(100)), host()]),
     }[of]()
 
     def check(cache, asked, as_tables):

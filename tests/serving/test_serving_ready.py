@@ -344,8 +344,7 @@ def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch)
     """Programs compiled for a version that was replaced, or beyond the limit, are not remembered."""
     ready = ready_lib.Ready(lambda where, program: ready.keep(["b"]) if program == "last" else None)
     ready.make("a", "last")
-    ready.make_in_background("a", "later")
-    ready.background.drain()
+    ready.make("a", "later")
     assert not ready._made.get("a")
     monkeypatch.setattr(ready_lib, "MOST_MADE", 3)
     for number in range(6):
@@ -365,7 +364,7 @@ def test_who_needs_another_program_waits_for_no_compiler():
             assert is_quick_done.wait(30)
 
     ready = ready_lib.Ready(compile_one)
-    ready.make_in_background("a", "slow")
+    ready_lib.Background().offer(None, functools.partial(ready.make, "a", "slow"))
     assert begun.wait(30)
     same = [threading.Thread(target=ready.make, args=("a", "slow")) for _ in range(2)]
     for thread in same:
@@ -388,7 +387,7 @@ def test_who_waited_for_a_compilation_that_failed_tries_it():
             raise MemoryError("injected")
 
     ready = ready_lib.Ready(compile_one)
-    ready.make_in_background("a", "one")
+    ready_lib.Background().offer(None, functools.partial(ready.make, "a", "one"))
     assert begun.wait(30)
     other = threading.Thread(target=ready.make, args=("a", "one"))
     other.start()
@@ -417,11 +416,10 @@ def test_a_thread_that_does_not_start(monkeypatch, caplog):
     background.close()
 
 
-@pytest.mark.parametrize("tier", ["device", "cache"])
-def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
+def test_closing_waits_no_longer_than_it_may(tmp_path):
     """Closing waits a bounded time for background compilations, and starts no more, of any model."""
     tables = folders_of(tmp_path, content_of(0, 39))
-    models = [model_of(tables, name=name, max_batch_size=16, **TIERS[tier]) for name in "ab"]
+    models = [model_of(tables, name=name, max_batch_size=16, **TIERS["cache"]) for name in "ab"]
     session, begun, may_end = open(config_of(*models), warm_up=False), [], threading.Event()
 
     def compile_one(name):
@@ -430,12 +428,9 @@ def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
 
     threads = []
     for name, served in session._models.items():
-        threads += [served.reader.ready.background] + (
-            [served.reader.cache.stores.compiled.background] if tier == "cache" else []
-        )
-        for background in threads[-1:]:
-            background.offer("now", functools.partial(compile_one, name))
-            background.offer("later", functools.partial(begun.append, "later"))
+        threads.append(served.reader.cache.stores.compiled.background)
+        threads[-1].offer("now", functools.partial(compile_one, name))
+        threads[-1].offer("later", functools.partial(begun.append, "later"))
     wait_until(lambda: len(begun) == 2)
     assert not session.close(timeout_s=0.05)
     assert all(background._is_closed for background in threads)

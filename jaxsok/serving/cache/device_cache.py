@@ -114,7 +114,7 @@ class DeviceCache:
 
     @property
     def source(self) -> RowSource:
-        return self.stores.source
+        return self.stores.epoch.source
 
     @property
     def num_bytes(self) -> int:
@@ -144,15 +144,15 @@ class DeviceCache:
                 lines = fetched[part.name].put_into(lines, view_on_host(found.out.inverse[part.store])[part.lines])
             lines.flags.writeable = False
             rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
-        return CachedRows(rows, found.snapshot.version, found.hit_rates)
+        return CachedRows(rows, found.epoch.source.version, found.hit_rates)
 
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
         """Looks up as `lookup`, and gives all tables frozen on the device, with one row for each distinct key."""
         request = Request(self._spec, keys, lambda least: least)
         found, fetched = self._ask(request, is_expanded=False)
         stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
-        tables, of = FrozenTables(tuple(stores), self._spec), found.snapshot
-        return CachedTables(tables, of.version, found.hit_rates, of.source)
+        tables, source = FrozenTables(tuple(stores), self._spec), found.epoch.source
+        return CachedTables(tables, source.version, found.hit_rates, source)
 
     def _ask(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
         found = Found(self._spec, request, *self.stores.query(request.batches, is_expanded))
@@ -192,19 +192,19 @@ class DeviceCache:
         Takes the first rows, or the hottest if the source knows frequencies: then it reads all rows once, with host
         memory for twice a table's share.
         """
-        start, num_before = self.stores.snapshot(), self.stats().inserted
+        epoch, num_before = self.stores.epoch, self.stats().inserted
         for name, share in self._shares.items():
-            table, hottest = start.source.tables[name], hottest_rows(start.source.scan(name, ROWS_AT_A_TIME), share)
+            table, hottest = epoch.source.tables[name], hottest_rows(epoch.source.scan(name, ROWS_AT_A_TIME), share)
             for chunk in reversed(
                 list(slices(hottest.num_rows, ROWS_AT_A_TIME))
             ):  # the hottest rows come last: they count as the most recent
                 keys = hottest.keys[chunk]
                 if table.is_quantized:  # only the source has their bits
-                    rows, is_found = fetch_lines(start.source, name, keys)
+                    rows, is_found = fetch_lines(epoch.source, name, keys)
                     keys = keys[is_found]
                 else:
                     rows = round_rows(table, hottest.rows[chunk])
-                self.stores.insert({name: (keys, rows)}, start.epoch)
+                self.stores.insert({name: (keys, rows)}, epoch)
         return self.stats().inserted - num_before
 
     def cached_keys(self) -> dict[str, np.ndarray]:
@@ -244,21 +244,22 @@ class DeviceCache:
         store that rows leave. Device memory: the new rows of the cached keys.
         """
         stores = self.stores
-        if dict(source.tables) != dict(stores.source.tables):
+        if dict(source.tables) != dict(self.source.tables):
             raise ValueError(
                 f"swap: source: got tables {list(source.tables.values())}, wanted "
-                f"{list(stores.source.tables.values())}; open another cache."
+                f"{list(self.source.tables.values())}; open another cache."
             )
-        for name in changed or ():
+        leaving: dict[str, np.ndarray] = {}  # distinct keys by table
+        for name, keys in (changed or {}).items():
             self._spec.place_of("swap", name)
-        with self._changing:
-            leaving = None if changed is None else {name: _distinct_keys(name, keys) for name, keys in changed.items()}
-            with stores.keep_out(leaving):
-                if leaving is not None:
-                    batches = self._changed_batches(source, leaving)
-                else:
-                    batches = list(stores.batches({name: (keys, None) for name, keys in self.cached_keys().items()}))
-                stores.rewrite(batches, source)
+            keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
+            leaving[name] = keys[keys != np.uint64(PADDING_KEY)]
+        with self._changing, stores.keep_out(None if changed is None else leaving):
+            if changed is not None:
+                batches = self._changed_batches(source, leaving)
+            else:
+                batches = list(stores.batches({name: (keys, None) for name, keys in self.cached_keys().items()}))
+            stores.rewrite(batches, source)
         self._counter.add(swaps=1)
 
     def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
@@ -339,8 +340,3 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
-
-
-def _distinct_keys(name: str, keys: Any) -> np.ndarray:
-    keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
-    return keys[keys != np.uint64(PADDING_KEY)]

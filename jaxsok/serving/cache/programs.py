@@ -18,7 +18,7 @@ from jaxsok.kernels.call import StoreArrays
 from jaxsok.keys import PADDING_WORD
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTables
 from jaxsok.serving.padding import padded_size
-from jaxsok.serving.ready import Form, Ready
+from jaxsok.serving.ready import Background, Form, Ready
 from jaxsok.serving.row_map import SALT, UNUSED, find_or_insert, release
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, RECORD_WORDS
@@ -64,13 +64,15 @@ class Queried:
     counts: Array  # by table of all stores: distinct keys, misses, keys that found no place among the distinct
 
 
-def empty_store(num_tables: int, capacity: int, salt: Any, rows: Array, numbers: tuple[Array, ...] = ()) -> CacheStore:
-    """Makes a store without keys over the arrays of its rows."""
+def empty_store(
+    num_tables: int, capacity: int, salt: Any, rows: tuple[Array, ...] = (), numbers: tuple[Array, ...] = ()
+) -> CacheStore:
+    """Makes a store without keys over the arrays of its rows, if it has any."""
     return CacheStore(
         index=jnp.full((num_buckets_of(capacity), BUCKET_WORDS), UNUSED),
         counters=jnp.zeros(len(COUNTERS), jnp.uint32).at[SALT].set(salt),
         table_rows=jnp.zeros(num_tables, jnp.uint32),
-        rows=(rows,),
+        rows=rows,
         records=(jnp.full((capacity, RECORD_WORDS), UNUSED),),
         statistics=(jnp.zeros((capacity, 2), jnp.uint32),),
         numbers=numbers,
@@ -118,8 +120,8 @@ def _query_store(
     table_words = np.frombuffer(words_of_tables, np.uint32).reshape(-1, NUM_TABLE_WORDS)
     n, num_tables = words.shape[0], len(table_words)
     # (table, key) pairs are made distinct by inserting them into an empty store.
-    scratch = empty_store(num_tables, n, salt, jnp.zeros((n, 1), jnp.float32))
-    scratch, inverse, counts = find_or_insert(dataclasses.replace(scratch, statistics=()), words, ids)
+    scratch = dataclasses.replace(empty_store(num_tables, n, salt), statistics=())
+    scratch, inverse, counts = find_or_insert(scratch, words, ids)
     records = scratch.records[0]
     unique, unique_ids = records[:, :2], records[:, 2]
     row_ids = kernels.find(index, counters, unique, unique_ids)
@@ -229,7 +231,7 @@ class CompiledPrograms:
         (device,) = stores[0].index.devices()
         self.is_pinned = device.platform != "cpu"  # of the results of queries for the host
         self._ready: Ready[tuple[Any, ...]] = Ready(self._compile)
-        self.background = self._ready.background
+        self.background = Background()
         self.query_sizes: set[Sizes] = set()  # for which the query of `lookup` is compiled; only grows
 
     def has(self, name: str, *sizes: Any) -> bool:
@@ -280,7 +282,8 @@ class CompiledPrograms:
         ]
         if not larger:
             return least
-        self._ready.make_in_background(None, ("query", True, least))
+        program = "query", True, least
+        self.background.offer(program, functools.partial(self._ready.make, None, program))
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:

@@ -13,7 +13,7 @@ from jaxsok.serving import quantize
 from jaxsok.serving.backing import Lines, fetch_lines
 from jaxsok.serving.cache.programs import LEAST_KEYS, Queried, Sizes
 from jaxsok.serving.cache.stats import Counter
-from jaxsok.serving.cache.stores import DeviceStores, Snapshot
+from jaxsok.serving.cache.stores import DeviceStores, Epoch
 from jaxsok.serving.errors import refusals, require_mapping
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size
@@ -65,10 +65,8 @@ class Request:
 class Found:
     """The result of a query on the host: hit rates, and the keys of misses if there are any."""
 
-    def __init__(
-        self, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, snapshot: Snapshot
-    ) -> None:
-        self.out, self.snapshot = out, snapshot  # the snapshot whose rows these are
+    def __init__(self, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, epoch: Epoch) -> None:
+        self.out, self.epoch = out, epoch
         self.hit_rates: dict[str, float] = {}
         self.num_distinct: dict[str, int] = {}  # by table
         # By table: places among the store's distinct keys, and the keys.
@@ -131,10 +129,10 @@ class Fetcher:
         fetched: dict[str, Fetched] = {}
         for name, (places, keys) in sorted(found.missed.items()):
             if found.hit_rates[name] < threshold:
-                rows, is_found = fetch_lines(found.snapshot.source, name, keys)
+                rows, is_found = fetch_lines(found.epoch.source, name, keys)
                 fetched[name] = Fetched(places[is_found], keys[is_found], rows)
         if fetched and self._keeps_rows:
-            self._stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, found.snapshot.epoch)
+            self._stores.insert({name: (late.keys, late.rows) for name, late in fetched.items()}, found.epoch)
         later = {name: keys for name, (_, keys) in found.missed.items() if name not in fetched}
         with self._lock:  # one piece of work in the background takes all that are there
             is_taken = not later or (
@@ -162,13 +160,13 @@ class Fetcher:
         with self._lock:
             missed, self._missed = self._missed, []
         names = sorted({name for some in missed for name in some})
-        snapshot, rows, num_keys = self._stores.snapshot(), {}, {}
+        epoch, rows, num_keys = self._stores.epoch, {}, {}
         try:
             for name in names:
                 keys = np.unique(np.concatenate([some[name] for some in missed if name in some]))
-                lines, is_found = fetch_lines(snapshot.source, name, keys)
+                lines, is_found = fetch_lines(epoch.source, name, keys)
                 rows[name], num_keys[name] = (keys[is_found], lines), len(keys)
-            self._stores.insert(rows, snapshot.epoch)
+            self._stores.insert(rows, epoch)
         except Exception:
             self._counter.add(failed=1)
             _log.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok.serving.backing import Lines, RowSource, join_lines, take
+from jaxsok.serving.backing import Lines, RowSource, join_lines
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.stats import Counter
@@ -28,13 +28,11 @@ _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The source of the rows at one time, and the number of swaps before."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Epoch:
+    """The time from one swap to the next, in which all rows are of one source; each is another object."""
 
     source: RowSource
-    epoch: int
-    version: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ class DeviceStores:
         self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
         self._salt = draw_salt()  # of a query's scratch index; any value works
         self.lock = threading.Lock()
-        # Written under `lock` alone. All rows in `arrays` are of `source`; no key of `_leaving` is inserted. Store s
+        # Written under `lock` alone. All rows in `arrays` are of `epoch`; no key of `_leaving` is inserted. Store s
         # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
         self.arrays = tuple(
             self._new_store(len(tables), tables[0], capacity)
@@ -74,7 +72,7 @@ class DeviceStores:
         )
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
-        self.source, self._epoch = source, 0
+        self.epoch = Epoch(source)
         self._leaving: Mapping[str, np.ndarray] | None = {}  # keys that a swap will change, sorted; None: all
         self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
 
@@ -83,12 +81,8 @@ class DeviceStores:
         with self.lock:
             return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
 
-    def snapshot(self) -> Snapshot:
-        with self.lock:
-            return self._snapshot()
-
-    def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Snapshot]:
-        """Queries words and table ids by store; returns the results, their counts on the host, and the source."""
+    def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Epoch]:
+        """Queries words and table ids by store; returns the results, their counts on the host, and their epoch."""
         operands = self.put(tuple(batches))
         self.compiled.make("query", is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
@@ -109,15 +103,15 @@ class DeviceStores:
                     dataclasses.replace(store, statistics=new)
                     for store, new in zip(self.arrays, statistics, strict=True)
                 )
-                snapshot = self._snapshot()
+                epoch = self.epoch
             counts = view_on_host(out.counts)
             if not counts[:, 2].any():
-                return out, counts, snapshot
+                return out, counts, epoch
             self._salt = draw_salt()
         raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
 
-    def insert(self, rows: Rows, epoch: int) -> None:
-        """Inserts rows in one tick, if the source is still that of the epoch; does not wait for the device."""
+    def insert(self, rows: Rows, epoch: Epoch) -> None:
+        """Inserts rows of an epoch in one tick, unless it is over; does not wait for the device."""
         while True:
             leaving = self._leaving
             if leaving is None:
@@ -128,7 +122,7 @@ class DeviceStores:
                 return
             counts = []
             with self.lock:
-                if self._epoch != epoch or not self.arrays:
+                if self.epoch is not epoch or not self.arrays:
                     return
                 if self._leaving is not leaving:  # a swap has begun, or failed
                     continue
@@ -178,7 +172,7 @@ class DeviceStores:
                     written.append(count)
             self.arrays = tuple(stores)
             if source is not None:
-                self.source, self._epoch = source, self._epoch + 1
+                self.epoch = Epoch(source)
         num_written = sum(map(int, written))
         self._counter.add(refreshed=num_written, removed=sum(map(int, dropped)))
         return num_written
@@ -223,7 +217,7 @@ class DeviceStores:
             lines = None if some[0][2] is None else join_lines(part[2] for part in some)
             if are_bounded and lines is not None and len(keys) > self.capacities[s]:
                 last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
-                ids, keys, lines = ids[last], keys[last], take(lines, last)
+                ids, keys, lines = ids[last], keys[last], tuple(array[last] for array in lines)
             if not len(keys):
                 continue
             size, table, slabs = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0], None
@@ -235,9 +229,6 @@ class DeviceStores:
 
     def put(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(self.source, self._epoch, self.source.version)
 
     def _tick(self) -> np.uint32:
         if self._clock >= _LAST_TICK:
@@ -259,9 +250,9 @@ class DeviceStores:
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
         with jax.default_device(self.device):
-            rows, numbers = jnp.zeros((capacity, table.dim), table.dtype), ()
+            rows, numbers = (jnp.zeros((capacity, table.dim), table.dtype),), ()
             if table.is_quantized:
-                rows, numbers = jnp.zeros((capacity, 1), jnp.float32), (rows,)
+                rows, numbers = (jnp.zeros((capacity, 1), jnp.float32),), rows
             return jax.device_put(_new_store(num_tables, capacity, draw_salt(), rows, numbers), self.device)
 
 
@@ -271,7 +262,7 @@ def _drop_keys(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.n
         return keys, rows
     place = np.minimum(np.searchsorted(leaving, keys), len(leaving) - 1)
     stays = leaving[place] != keys
-    return keys[stays], take(rows, stays)
+    return keys[stays], tuple(array[stays] for array in rows)
 
 
 _new_store = jax.jit(programs.empty_store, static_argnums=(0, 1), donate_argnums=(3, 4))

@@ -15,10 +15,6 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
-class QueueFullError(Exception):
-    """The error of a request that finds a full queue."""
-
-
 class ClosedError(Exception):
     """The error of a request to a server that stops."""
 
@@ -36,7 +32,7 @@ class Batcher(Generic[Payload, Result]):
 
     A payload that finds no call under way begins one at once. Others wait until no call is under way. If a worker is
     free, they begin earlier: when they fill a call, or when the first of them has waited `max_delay_s`. All payloads of
-    a call see one version of the tables.
+    a call see one version of the tables. Any number may wait: the server takes no more than `max_requests`.
     """
 
     def __init__(
@@ -45,20 +41,18 @@ class Batcher(Generic[Payload, Result]):
         limits: Mapping[str, int],
         *,
         max_delay_s: float = 0.002,
-        max_waiting: int = 1024,
         num_workers: int = 1,
         observe: Callable[[Sequence[Payload], bool], None] | None = None,
         observe_depth: Callable[[int], None] = lambda depth: None,
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        `run` must not hold up the event loop; if it fails for several payloads, it is called with each alone. `limits`
-        bound the costs of a call; a payload above a limit goes alone. `observe` gets the payloads of each call, and
-        whether it was split; `observe_depth` the number that wait, when it changes.
+        `run` gives a result for each payload, and must not hold up the event loop; if it fails for several payloads, it
+        is called with each alone. `limits` bound the costs of a call; a payload above a limit goes alone. `observe`
+        gets the payloads of each call, and whether it was split; `observe_depth` the number that wait, when it changes.
         """
         self._run, self._limits, self._observe = run, dict(limits), observe
-        self._max_delay_s, self._max_waiting, self._num_workers = max_delay_s, max_waiting, num_workers
-        self._observe_depth = observe_depth
+        self._max_delay_s, self._num_workers, self._observe_depth = max_delay_s, num_workers, observe_depth
         self._waiting: collections.deque[_Job[Payload]] = collections.deque()
         self._num_counted, self._totals = 0, dict.fromkeys(limits, 0)  # the first that wait, and what they cost
         self._arrived, self._turn = asyncio.Event(), asyncio.Lock()
@@ -70,8 +64,6 @@ class Batcher(Generic[Payload, Result]):
         """Waits for the payload's result, or raises its error; a cancelled caller takes its payload back."""
         if self._closed:
             raise ClosedError
-        if len(self._waiting) >= self._max_waiting:
-            raise QueueFullError
         loop = asyncio.get_running_loop()
         job = _Job(payload, costs, loop.time(), loop.create_future())
         self._waiting.append(job)
@@ -168,8 +160,6 @@ class Batcher(Generic[Payload, Result]):
         is_split = False
         try:
             results: Sequence[Result | BaseException] = await self._run(payloads)
-            if len(results) != len(payloads):
-                raise ValueError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
         except Exception as error:
             results, is_split = [error], len(payloads) > 1
         if is_split:

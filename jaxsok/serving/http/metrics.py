@@ -97,9 +97,6 @@ class _AtScrape(registry.Collector):
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
 
-    def describe(self) -> Iterable[core.Metric]:
-        return ()  # known at a scrape only
-
     def collect(self) -> Iterable[core.Metric]:
         stats = self._stats()
         for kind, metric, name, text in _OF_SESSION:

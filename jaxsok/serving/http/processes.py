@@ -30,7 +30,7 @@ import uvloop
 
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.http import running
-from jaxsok.serving.http.batching import ClosedError, QueueFullError
+from jaxsok.serving.http.batching import ClosedError
 from jaxsok.serving.http.calls import ParsedRequest
 from jaxsok.serving.http.remote import SIZES, Remote, join, pack, split, unpack
 from jaxsok.serving.http.security import OPEN, Security
@@ -188,7 +188,7 @@ class Processes:
                     head: Exception = error
                     if isinstance(error, ServingError):
                         head = type(error)(str(error))
-                    elif not isinstance(error, ClosedError | QueueFullError):
+                    elif not isinstance(error, ClosedError):
                         _log.error("%s failed", op, exc_info=error)
                         head = RuntimeError(f"{op}: {error!r}")
                     frame = pack(head, {})

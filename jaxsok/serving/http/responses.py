@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxsok.serving import errors
 from jaxsok.serving.http import wire
-from jaxsok.serving.http.batching import ClosedError, QueueFullError
+from jaxsok.serving.http.batching import ClosedError
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ def refusal_of(error: Exception, op: str) -> Refusal:
     for kind, (status, code) in _STATUSES.items():
         if isinstance(error, kind):
             return Refusal(status, code, str(error))
-    if isinstance(error, QueueFullError):
-        return Busy("the queue of this model is full")
     if isinstance(error, ClosedError):
         return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
     _log.error("%s failed", op, exc_info=error)

@@ -5,8 +5,7 @@ import contextlib
 import functools
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -237,9 +236,13 @@ class Server(uvicorn.Server):
         self.handle_exit(signal.SIGTERM, None)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Records the signal; the loop sees it within 0.1 s. A second SIGINT ends at once; the session stays open."""
-        self.app.is_stopping = True  # no more than this: a signal may come while a lock is held
-        super().handle_exit(sig, frame)
+        """Records the signal; the loop sees it within 0.1 s. A second SIGINT ends at once; the session stays open.
+
+        uvicorn would also raise the signal again at the end, which would kill the process before it reports.
+        """
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = self.app.is_stopping = True  # no more than this: a signal may come while a lock is held
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -284,16 +287,3 @@ class Server(uvicorn.Server):
         until = loop.time() + timeout_s
         while not self.force_exit and goes_on() and (rest_s := until - loop.time()) > 0:
             await asyncio.sleep(min(rest_s, 0.05))
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Does not raise signals again at the end, as uvicorn does: they would kill the process before it reports."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -373,7 +373,6 @@ class App:
             run,
             {"": model.max_batch_size, **model.max_keys},  # by the names of `ParsedRequest.costs`
             max_delay_s=self.options.max_delay_ms / 1000,
-            max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
             observe=None if is_remote else observe,  # counted where the calls are made
             observe_depth=self.metrics.depth.labels(*labels).set,

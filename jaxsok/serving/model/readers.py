@@ -32,38 +32,6 @@ _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")
 _log = logging.getLogger(__name__)
 
 
-class _Programs(abc.ABC):
-    """A reader's programs, which are compiled for each version before it is read."""
-
-    ready: Ready[Prediction]
-    is_warmed_up = False
-    caches: "Sequence[CachedRows]" = ()
-
-    @abc.abstractmethod
-    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
-    @abc.abstractmethod
-    def first_programs(
-        self, served: artifact.ServedModel | None
-    ) -> list[Prediction]: ...  # compiled before requests come
-
-    def prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
-        place, old_place = self.place_of(new), self.place_of(old)
-        if place == old_place:
-            return
-        self.ready.keep([old_place, place])
-        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
-        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
-            for program in wanted:
-                if program.fits(new.served):
-                    self.ready.make(place, program)
-            wanted = self.ready.list_used()
-
-    def settle(self, now: Version) -> None:
-        """Forgets the programs of versions other than the served one; also called after a failure."""
-        self.ready.keep([self.place_of(now)])
-
-
 class _Sizes:
     """The sizes that the requests of a model are padded to."""
 
@@ -83,29 +51,67 @@ class _Sizes:
             yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
 
 
-class _NativeLookups:
-    """Lookups in some parts of each version, of which each has all rows, or those of the keys that it owns.
+class _Programs(abc.ABC):
+    """A reader's programs, which are compiled for each version before it is read."""
 
-    They run no program of JAX, which would take their thread several times as long (decision 0034).
+    ready: Ready[Prediction]
+    sizes: _Sizes
+    is_warmed_up = False
+    caches: "Sequence[CachedRows]" = ()
+
+    @abc.abstractmethod
+    def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
+        """Lists the programs that are compiled before requests come."""
+        return Prediction.list_first(served, self.sizes.levels)
+
+    def prepare(self, old: Version, new: Version) -> None:
+        """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
+        place, old_place = self.place_of(new), self.place_of(old)
+        if place == old_place:
+            return
+        self.ready.keep([old_place, place])
+        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
+        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
+            for program in wanted:
+                if program.fits(new.served):
+                    self.ready.make(place, program)
+            wanted = self.ready.list_used()
+
+    def settle(self, now: Version) -> None:
+        """Forgets the programs of versions other than the served one; also called after a failure."""
+        self.ready.keep([self.place_of(now)])
+
+
+class DeviceRows(_Programs):
+    """Reads rows of some parts of each version, by their numbers: of one that has all rows, or of all that share them.
+
+    Lookups run no program of JAX, which would take their thread several times as long (decision 0034).
     """
 
     def __init__(self, config: ModelConfig, versions: Versions, parts: Sequence[int]) -> None:
         self._is_fused, self._versions, self._parts = config.is_fused, versions, parts
+        tables = self._tables_of(versions.current)
+        self.sizes = _Sizes(config, tuple(tables[0].tables))
+        self.ready: Ready[Prediction] = Ready(self._compile)
         self._asked: dict[tuple[str, ...], tuple[tuple[str, ...], Asked]] = {}  # for the tables of requests
-        tables = [versions.current.parts[part].tables for part in parts]
         self._spec = tables[0].spec
         devices = [next(iter(jax.tree.leaves(mine)[0].devices())) for mine in tables]
         self._reader = Reader(devices)
         self._words = [jax.device_put((self._spec.words, SEED), device) for device in devices]
-        self.keep(versions.current)
+        self.settle(versions.current)
 
-    def keep(self, version: Version) -> None:
-        """Remembers where the arrays of the served version lie, and forgets the one before."""
-        self._kept = version, self._describe(version)
+    @property
+    def num_bytes(self) -> int:
+        return sum(mine.num_bytes for mine in self._tables_of(self._versions.current))
+
+    def _tables_of(self, version: Version) -> list[FrozenTables]:
+        return [version.parts[part].tables for part in self._parts]
 
     def _describe(self, version: Version) -> Stores:
-        tables = [version.parts[part].tables for part in self._parts]
-        return Stores([arrays_of(mine, *of_device) for mine, of_device in zip(tables, self._words, strict=True)])
+        tables = zip(self._tables_of(version), self._words, strict=True)
+        return Stores([arrays_of(mine, *of_device) for mine, of_device in tables])
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         with self._versions.reading() as version:  # nothing is written into its arrays before this ends
@@ -140,33 +146,14 @@ class _NativeLookups:
         self._asked[given] = names, asked
         return names, asked
 
-
-class DeviceRows(_Programs):
-    """Reads the rows of one device, or of the host: a part of each version, by its number."""
-
-    def __init__(self, config: ModelConfig, versions: Versions, part: int = 0) -> None:
-        self._versions, self._part = versions, part
-        self.sizes = _Sizes(config, tuple(self._tables(versions.current).tables))
-        self.ready: Ready[Prediction] = Ready(self._compile)
-        self._lookups = _NativeLookups(config, versions, [part])
-
-    @property
-    def num_bytes(self) -> int:
-        return self._tables(self._versions.current).num_bytes
-
-    def _tables(self, version: Version) -> FrozenTables:
-        return version.parts[self._part].tables
-
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        return self._lookups.lookup(keys)
-
     def predict(self, read: ReadInputs) -> Found:
         while True:
             with self._versions.reading() as version:
                 request, place = read(version.served), self.place_of(version)
                 if self.ready.has(place, request.program):
-                    out = request.served.run(self._tables(version), request.leaves)
-                    counts = count_found(self._tables(version), request.leaves, request.served.known_lookups)
+                    tables = self._tables_of(version)[0]  # the only ones: split tables have no dense model
+                    out = request.served.run(tables, request.leaves)
+                    counts = count_found(tables, request.leaves, request.served.known_lookups)
                     counts.copy_to_host_async()
                     break
             self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
@@ -174,14 +161,12 @@ class DeviceRows(_Programs):
         return values, version.number, (tuple(num_keys), _count_keys(list(num_keys.values()), np.asarray(counts)))
 
     def place_of(self, version: Version) -> Any:
-        return version.parts[self._part].form, version.served
-
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
-        return list(Prediction.list_first(served, self.sizes.levels))
+        return version.parts[self._parts[0]].form, version.served
 
     def settle(self, now: Version) -> None:
+        """Also remembers where the arrays of the served version lie, and forgets those of the one before."""
         super().settle(now)
-        self._lookups.keep(now)
+        self._kept = now, self._describe(now)
 
     def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         form, served = place
@@ -192,12 +177,13 @@ class DeviceRows(_Programs):
     def start(self, *, warm_up: bool) -> None:
         """Compiles the first programs, and runs each of them once; called before the first request."""
         version, self.is_warmed_up = self._versions.current, warm_up
+        tables = self._tables_of(version)[0]
         for program in self.first_programs(version.served) if warm_up else ():
             self.ready.make(self.place_of(version), program)
             shapes = version.served.leaves_of(program.sizes)
             leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-            jax.block_until_ready(version.served.run(self._tables(version), leaves))
-            jax.block_until_ready(count_found(self._tables(version), leaves, version.served.known_lookups))
+            jax.block_until_ready(version.served.run(tables, leaves))
+            jax.block_until_ready(count_found(tables, leaves, version.served.known_lookups))
         if warm_up:
             self.lookup(next(self.sizes.padding()))
 
@@ -208,11 +194,11 @@ class DeviceRows(_Programs):
         """Does nothing: there is no tier below."""
 
     def stop(self) -> None:
-        self.ready.background.stop()
+        """Does nothing: there is no thread."""
 
     def close(self, until: float | None) -> bool:
-        """Waits until a time of `time.monotonic`, and returns whether all has ended."""
-        return self.ready.background.close(rest_s(until))
+        """Returns at once that all has ended; other readers wait until a time of `time.monotonic`."""
+        return True
 
 
 class CachedRows(_Programs):
@@ -263,9 +249,6 @@ class CachedRows(_Programs):
     def place_of(self, version: Version) -> Any:
         return None, version.served  # the arrays of the cache keep their shapes
 
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
-        return list(Prediction.list_first(served, self.sizes.levels))
-
     def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         served, leaves = place[1], place[1].leaves_of(program.sizes)
         num_keys = {
@@ -312,12 +295,12 @@ class CachedRows(_Programs):
 
     def stop(self) -> None:
         self.clock.stop()
-        self.ready.background.stop()
         self.cache.stop_compiling()
 
     def close(self, until: float | None) -> bool:
+        """Waits until a time of `time.monotonic`, and returns whether all has ended."""
         self.stop()
-        has_ended = self.clock.close(until) & self.ready.background.close(rest_s(until))
+        has_ended = self.clock.close(until)
         return self.cache.close(rest_s(until)) and has_ended
 
 
@@ -383,23 +366,6 @@ class Replicas:
 
 RowReader: TypeAlias = DeviceRows | CachedRows | Replicas
 """Reads the rows of a model's tables, from many threads; each result is of one version, whole."""
-
-
-class SplitRows(Replicas):
-    """Reads each row from the device that owns its key."""
-
-    def __init__(self, config: ModelConfig, versions: Versions) -> None:
-        parts = range(len(versions.current.parts))
-        super().__init__([DeviceRows(config, versions, part) for part in parts])
-        self._lookups = _NativeLookups(config, versions, parts)
-
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        return self._lookups.lookup(keys)
-
-    def settle(self, now: Version) -> None:
-        for reader in self._readers:
-            reader.settle(now)
-        self._lookups.keep(now)
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:

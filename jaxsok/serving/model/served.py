@@ -18,7 +18,7 @@ from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes, rows_on_device
 from jaxsok.serving.model import versions
 from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, SplitRows, add_cache_stats
+from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, add_cache_stats
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Versions
 from jaxsok.types import PADDING_KEY
@@ -229,7 +229,6 @@ def check_bits(what: str, keys: np.ndarray, key_bits: int) -> None:
         )
 
 
-_MOST_NEW = 64
 _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 
 
@@ -280,29 +279,17 @@ class _Counts:
         self._done = collections.Counter(lookups=0, predicts=0, updates=0)
         self._numbers = {name: number for number, name in enumerate(names)}
         self._sums = np.zeros((len(names), len(_KINDS)), np.int64)
-        self._new: dict[tuple[str, ...], np.ndarray] = {}  # by names of tables, not yet in `_sums`
 
     def add(self, done: str, names: tuple[str, ...] = (), lines: np.ndarray | None = None) -> None:
         """Counts one of "lookups", "predicts" and "updates", and the keys that it read: a line of `_KINDS` by table."""
+        numbers = [self._numbers[name] for name in names]  # distinct ones
         with self._lock:
             self._done[done] += 1
-            if lines is None:
-                return
-            if names in self._new:
-                self._new[names] += lines
-            else:
-                self._new[names] = lines
-                if len(self._new) > _MOST_NEW:
-                    self._sum_up()
-
-    def _sum_up(self) -> None:
-        for names, lines in self._new.items():
-            np.add.at(self._sums, [self._numbers[name] for name in names], lines)
-        self._new.clear()
+            if lines is not None:
+                self._sums[numbers] += lines
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            self._sum_up()
             done, sums = dict(self._done), self._sums.copy()
         tables = {name: _with_rate(sums[number]) for name, number in self._numbers.items()}
         return {**done, **_with_rate(sums.sum(axis=0)), "tables": tables}
@@ -350,9 +337,9 @@ def open_model(
     if is_cached or isinstance(versions, StoredVersions):
         reader = _reader_of([CachedRows(config, versions, at) for at in device.devices])
     elif config.is_split:
-        reader = SplitRows(config, versions)
+        reader = DeviceRows(config, versions, range(len(versions.current.parts)))
     else:
-        reader = _reader_of([DeviceRows(config, versions, part) for part in range(len(versions.current.parts))])
+        reader = _reader_of([DeviceRows(config, versions, [part]) for part in range(len(versions.current.parts))])
     served = Served(config, versions, device.devices, reader, warm_up=warm_up)
     for part in versions.current.own_parts:
         for of_store in part.maps:
