@@ -104,7 +104,7 @@ def _close_all() -> None:
 class ShortTurns:
     """While it is entered, a thread that wants Python's lock gets it after 0.2 ms at most, in place of 5 by default.
 
-    Updates enter it, so that lookups need not wait until they give the lock up by themselves. Shorter turns cost threads
+    Updates enter it, so that lookups need not wait until they give the lock up by themselves. Short turns cost threads
     that all want the lock up to a fifth of their rate. The interval is that of the process (`sys.setswitchinterval`).
     """
 

@@ -445,17 +445,17 @@ def test_turns_are_short_while_one_of_several_wants_them_so():
     turns, before = ready_lib.ShortTurns(), sys.getswitchinterval()
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
     first.enter_context(turns)
-    assert sys.getswitchinterval() == 2e-4
+    assert sys.getswitchinterval() == pytest.approx(2e-4)
     second.enter_context(turns)
     first.close()
-    assert sys.getswitchinterval() == 2e-4
+    assert sys.getswitchinterval() == pytest.approx(2e-4)
     with contextlib.suppress(KeyError), second:
         raise KeyError
     assert sys.getswitchinterval() == before
     sys.setswitchinterval(1e-5)
     try:
         with turns:
-            assert sys.getswitchinterval() == 1e-5  # already shorter
-        assert sys.getswitchinterval() == 1e-5
+            assert sys.getswitchinterval() == pytest.approx(1e-5)  # already shorter
+        assert sys.getswitchinterval() == pytest.approx(1e-5)
     finally:
         sys.setswitchinterval(before)

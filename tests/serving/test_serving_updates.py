@@ -1,5 +1,6 @@
 """Updates while serving: every reader sees whole versions that equal the dicts; a failure leaves the served version."""
 
+import concurrent.futures
 import gc
 import pathlib
 import threading
@@ -22,7 +23,7 @@ from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
 from jaxsok.serving.fused import lookup
-from jaxsok.serving.model import store_plans, versions
+from jaxsok.serving.model import readers, store_plans, versions
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}
@@ -631,6 +632,37 @@ def test_no_answer_mixes_versions(tmp_path, in_place):
             for reader in readers:
                 reader.join()
         assert not wrong, wrong[0]
+
+
+def test_one_thread_at_a_time_reads_where_arrays_lie(tmp_path, monkeypatch):
+    """Between the end of an update and the note of its addresses many threads need them, but JAX counts on one."""
+    for version in range(2):
+        write(tmp_path / str(version), rows_of(range(10), 4, version=version))
+    inside, most, describe = [], [], readers.Stores
+
+    def watch(arrays):
+        inside.append(0)
+        most.append(len(inside))
+        time.sleep(0.005)
+        inside.pop()
+        return describe(arrays)
+
+    with open_with({"user": (tmp_path / "0", 4)}) as session:
+        monkeypatch.setattr(readers, "Stores", watch)
+        is_done = threading.Event()
+
+        def read():
+            while not is_done.is_set():
+                session.lookup({"user": np.arange(3, dtype=np.uint64)})
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            reading = [pool.submit(read) for _ in range(4)]
+            for number in range(12):
+                session.update({"user": tmp_path / str((number + 1) % 2)})
+            is_done.set()
+            for one in reading:
+                one.result()
+    assert len(most) > 12 and max(most) == 1
 
 
 def export(path, version, dim, folder):

@@ -100,6 +100,9 @@ class DeviceRows(_Programs):
         devices = [next(iter(jax.tree.leaves(mine)[0].devices())) for mine in tables]
         self._reader = Reader(devices)
         self._words = [jax.device_put((self._spec.words, SEED), device) for device in devices]
+        # Held while addresses are read: two threads that ask one array at the same time break it for good (JAX 0.10.2
+        # keeps the parts of an array when it is first asked, and then has them twice).
+        self._describing = threading.Lock()
         self.settle(versions.current)
 
     @property
@@ -111,7 +114,9 @@ class DeviceRows(_Programs):
 
     def _describe(self, version: Version) -> Stores:
         tables = zip(self._tables_of(version), self._words, strict=True)
-        return Stores([arrays_of(mine, *of_device) for mine, of_device in tables])
+        arrays = [arrays_of(mine, *of_device) for mine, of_device in tables]
+        with self._describing:
+            return Stores(arrays)
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         with self._versions.reading() as version:  # nothing is written into its arrays before this ends
