@@ -437,12 +437,12 @@ def _newest_of_largest(found: Sequence[Record]) -> list[Record]:
 def _over_nve(hit_rate: float, *, in_a_row: bool = False) -> Reading:
     """Returns the reading of the time of NVE's fastest way over our fastest where the device reads host memory.
 
-    Both are called from C; with `in_a_row` ours are lookups of JAX in a row, whose keys are on the device.
+    Both are called from C, back to back. With `in_a_row` ours are lookups of JAX in a row, with keys on the device.
     """
     what = names.FROM_HOST if in_a_row else names.FROM_C
 
     def ms_of(record: Record) -> float | None:
-        return record.notes.get("on_device_ms") if in_a_row else record.timing.ms
+        return record.notes.get("on_device_ms" if in_a_row else "back_to_back_ms")
 
     def reading(found: Found) -> float | None:
         notes = {"part": "cache", "to_host": False, "wanted": hit_rate}
