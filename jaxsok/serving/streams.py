@@ -38,8 +38,8 @@ __all__ = ["Publisher"]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Redis answers others between two chunks, and so does a server, whose client reads a chunk with Python's lock held: the 99th
-# percentile of other threads' waits for it was 0.3 to 0.5 ms with 1 MiB, and is 0.08.
+# Redis answers others between two chunks, and so does a server, whose client reads a chunk with Python's lock held: of
+# the waits of other threads for it the 99th percentile was 0.3 to 0.5 ms with 1 MiB, and is 0.08.
 CHUNK_BYTES = 256 << 10
 UNFINISHED_S = 600  # for which Redis keeps chunks without an entry
 BATCH_BYTES = 2 * 2**30  # versions up to this many bytes are applied as one version
