@@ -446,10 +446,10 @@ def _over_nve(hit_rate: float, *, in_a_row: bool = False) -> Reading:
 
     def reading(found: Found) -> float | None:
         notes = {"part": "cache", "to_host": False, "wanted": hit_rate}
-        fastest = [
-            min((ms for one in _newest_of_largest(some) if (ms := ms_of(one)) is not None), default=None)
-            for some in (found.all(names.CACHED, "nve", notes), found.all(what, notes=notes))
-        ]
+        ours = _newest_of_largest(found.all(what, notes=notes))
+        num_keys = ours[0].num_keys if ours else None
+        theirs = _newest_of_largest(found.all(names.CACHED, "nve", notes, num_keys=num_keys))
+        fastest = [min((ms for one in some if (ms := ms_of(one)) is not None), default=None) for some in (theirs, ours)]
         return _over(*fastest)
 
     return reading

@@ -346,7 +346,8 @@ def view_on_host(array: Array, *, may_write: bool = False) -> np.ndarray:
     """
     if array.sharding.memory_kind != HOST_KIND:
         return np.asarray(array)
-    return np.asarray(_Pinned(jax.block_until_ready(array), may_write))
+    # NumPy's own name of bfloat16 is that of two bytes.
+    return np.asarray(_Pinned(jax.block_until_ready(array), may_write)).view(array.dtype)
 
 
 class _Pinned:

@@ -297,6 +297,7 @@ def _finish(
                 "exports, or to none."
             )
         with processes.fail_together(op):
+            kept = keys()
             if jax.process_index() == 0:
                 manifest_lib.join_parts(op, folder)
                 published.publish(op, folder, final)
@@ -310,7 +311,7 @@ def _finish(
         num_tombstones[name] = sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
     counts = {"num_rows": num_rows, "num_tombstones": num_tombstones}
-    return Exported(final, **facts, **counts, report=saving.report, keys=keys())
+    return Exported(final, **facts, **counts, report=saving.report, keys=kept)
 
 
 def _remove(folder: pathlib.Path) -> None:

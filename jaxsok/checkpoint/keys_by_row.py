@@ -68,7 +68,7 @@ class KeysByRow:
     def compare(self, collection: Collection, state: State) -> Moved | None:
         """Finds the rows whose keys have changed: devices compare the keys of all, and send those of these alone.
 
-        None: the state has other tables in its stores, or other shards.
+        None: the state has other tables in its stores, other shards, or fewer rows, as one that was restored may have.
         """
         parts = [
             [shard_parts(slab, spec, collection.shards) for slab in store.records]
@@ -77,6 +77,9 @@ class KeysByRow:
         shards = [set(of_store[0]) for of_store in parts]
         if self.names != _names_of(collection) or shards != [set(of_store) for of_store in self.keys]:
             return None
+        for of_store, keys in zip(parts, self.keys, strict=True):
+            if any(sum(slab[shard].shape[0] for slab in of_store) < keys[shard].size for shard in keys):
+                return None
         return tuple(
             {shard: self._compare(s, shard, [of_slab[shard] for of_slab in of_store]) for shard in of_store[0]}
             for s, of_store in enumerate(parts)
@@ -86,11 +89,12 @@ class KeysByRow:
         keys, tables, start, found = self.keys[s][shard], self.tables[s][shard], 0, []
         for records in slabs:
             rows = slice(start, start + records.shape[0])
-            places = _find_moved(records, keys[rows], tables[rows])
-            # Few sizes, few programs.
-            padded = np.resize(places, 1 << (places.size - 1).bit_length()) if places.size else places
-            lines = np.asarray(read_lines(records, padded))[: places.size]
-            found.append((places.astype(np.int64) + start, from_words(lines[:, :2]), lines[:, 2]))
+            for places in _find_moved(records, keys[rows], tables[rows]):
+                # Few sizes, few programs.
+                padded = np.resize(places, 1 << (places.size - 1).bit_length()) if places.size else places
+                lines = np.asarray(read_lines(records, padded))[: places.size]
+                row_ids = places.astype(np.uint32) + np.uint32(start)
+                found.append((row_ids, from_words(lines[:, :2]), lines[:, 2].astype(tables.dtype)))
             start = rows.stop
         row_ids, new_keys, new_tables = map(np.concatenate, zip(*found, strict=True))
         return MovedRows(row_ids, new_keys, new_tables, start)
@@ -145,8 +149,8 @@ def _lengthen(column: np.ndarray, size: int) -> np.ndarray:
     return longer
 
 
-def _find_moved(records: Array, keys: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """Finds the rows of a device whose keys are not those of the host: their places, int32, ascending.
+def _find_moved(records: Array, keys: np.ndarray, tables: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the rows of a device whose keys are not those of the host, block by block: their places, int32, ascending.
 
     The host may have fewer rows than the device: those beyond were free.
     """
@@ -163,10 +167,8 @@ def _find_moved(records: Array, keys: np.ndarray, tables: np.ndarray) -> np.ndar
             bits.copy_to_host_async()
             yield first, start - first, bits
 
-    found = [np.zeros(0, np.int32)]
     for first, skipped, bits in prefetch(send()):
-        found.append(np.flatnonzero(unpack_bits(bits, size)[skipped:]).astype(np.int32) + np.int32(first + skipped))
-    return np.concatenate(found)
+        yield np.flatnonzero(unpack_bits(bits, size)[skipped:]).astype(np.int32) + np.int32(first + skipped)
 
 
 @without_mesh

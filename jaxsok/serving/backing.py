@@ -35,8 +35,8 @@ Lines: TypeAlias = tuple[np.ndarray, ...]  # rows as a cache stores them: float3
 class RowSource(abc.ABC):
     """The rows of some tables, by key, read by many threads: a tier below the device, as host memory or a database.
 
-    A source has one version, which its owner raises when rows change. Where the rows of a version never change, a
-    reader that holds the source holds the version (`HostRows`). A database whose rows change beneath its readers keeps
+    A source has one version: other rows come as another source. Where the rows of a version never change, a reader that
+    holds the source holds the version (`HostRows`). A database whose rows change beneath its readers keeps
     its version: a device cache then has new rows after `DeviceCache.refresh`.
     """
 

@@ -27,7 +27,7 @@ from hypothesis import stateful
 
 import jaxsok
 from jaxsok import checkpoint, inspection, lives, optim, policies
-from jaxsok.checkpoint import chain as chains, manifest, restore, save
+from jaxsok.checkpoint import chain as chains, keys_by_row, manifest, restore, save, snapshot
 from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import npz
 from jaxsok.serving import folders
@@ -803,8 +803,9 @@ def test_some_tables_for_serving(chain):
 
 
 @pytest.mark.parametrize("num_devices", [None, 4])
-def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices):
+def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices, monkeypatch):
     """Keys that left, also while tables grew, and those that came back to other rows: as if the chain were read."""
+    monkeypatch.setattr(keys_by_row, "COMPARED_ROWS", 24)  # several blocks, of which the last two overlap
     collection = two(num_devices)
     state = train(collection, collection.init(seed=1), 1)
     base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)
@@ -851,6 +852,51 @@ def test_keys_that_another_collection_has_kept(tmp_path, num_devices, placement)
     delta = checkpoint.export_delta(tmp_path / "delta", second, state, base)
     assert delta.num_tombstones == {"user": 5, "item": 0, "small": 1}
     assert_same(content(second, checkpoint.load(delta.path, second)), content(second, state))
+
+
+@pytest.mark.parametrize("keeps_keys", [False, True])
+def test_a_restored_state_with_fewer_rows_than_were_kept(tmp_path, keeps_keys):
+    """Keys that were kept in rows beyond its end are no less gone, and the next delta finds those that it has kept."""
+    collection = two()
+    keys = np.arange(300)
+    state = collection.grow(train(collection, collection.init(seed=1), 1), 4000)
+    state, *_ = collection.assign(state, "user", keys, np.ones((300, 2), np.float32))
+    state, _ = collection.clear(state, "item")
+    state, _ = collection.erase(state, "user", keys[:250])
+    base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)
+    small = checkpoint.load(base.path, collection)
+    before, after = (sum(map(len, some.stores[0].records)) for some in (state, small))
+    assert after < 300 < before
+    small, _ = collection.erase(small, "user", keys[295:])
+    first = checkpoint.export_delta(tmp_path / "first", collection, small, base, keeps_keys=keeps_keys)
+    assert first.num_tombstones == {"user": 5, "item": 0}
+    small, _ = collection.erase(small, "user", keys[290:295])
+    second = checkpoint.export_delta(tmp_path / "second", collection, small, first)
+    assert second.num_tombstones == {"user": 5, "item": 0}
+    loaded = checkpoint.load([base.path, first.path, second.path], collection)
+    assert_same(content(collection, loaded), content(collection, small))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("num_devices", [None, 4])
+def test_changed_rows_that_come_through_pinned_memory(tmp_path, monkeypatch, dtype, num_devices):
+    """As on a GPU: rows of every dtype keep their bits, in pieces of any size, and so does their state."""
+    monkeypatch.setattr(snapshot, "_to_host", snapshot._copy_to_host)
+    monkeypatch.setattr(snapshot, "UNPACKED_ROWS", 16)
+    table = jaxsok.TableSpec("user", 2, cases.ADAM, statistics=True, capacity=128, dtype=dtype)
+    collection = collection_of([table], num_devices)
+    rng, state = np.random.default_rng(3), collection.init(seed=1)
+    state, *_ = collection.assign(state, "user", np.arange(90), rng.normal(size=(90, 2)).astype(np.float32))
+    base = checkpoint.export_full(tmp_path / "full", collection, state, clock=1)
+    changed = rng.permutation(90)[:37]
+    rows = rng.normal(size=(37, 2)).astype(np.float32)
+    state, *_ = collection.assign(state, "user", changed, rows, clock=np.uint32(1))
+    for piece_bytes in (1, 200, 1 << 20):
+        path = tmp_path / f"{piece_bytes}"
+        options = {"clock": 2, "piece_bytes": piece_bytes}
+        delta = checkpoint.begin_export_delta(path, collection, state, base, **options).result()
+        assert delta.num_rows == {"user": 37}
+        assert_same(content(collection, checkpoint.load([base.path, path], collection)), content(collection, state))
 
 
 def test_a_folder_that_was_written_again_is_no_base(tmp_path):

@@ -457,6 +457,7 @@ def test_the_target_takes_the_fastest_of_nve():
     (row,) = (row for name, row in rows.items() if "half of them" in name and "NVE" in name and "in a row" not in name)
     assert row[2:] == ("1.12", "", "pass")
     assert targets._over_nve(0.5)(targets.Found(ours)) is None
+    assert targets._over_nve(0.5)(targets.Found([*ours, *fewer])) is None  # of other numbers of keys
 
 
 def test_the_newest_time_of_each_size_of_requests_counts_for_a_session():
