@@ -773,7 +773,7 @@ def test_a_stream_of_batches_allocates_once():
         jax.block_until_ready(batch.features)
         seen.add(batch.features.stores[0].keys.unsafe_buffer_pointer() if jax.default_backend() == "cpu" else 0)
         del batch
-        gc.collect()
+        gc.collect(1)  # of what is new: older objects are many
     assert len(seen) <= 3
 
 

@@ -831,6 +831,7 @@ def test_requests_without_an_answer_are_counted_with_the_time_that_they_waited()
     )
 
 
+@pytest.mark.slow
 def test_the_server_is_measured_under_load(monkeypatch):
     """Loads, updates, memory and a restart, with rows that say their version; each in a fraction of a second."""
     pytest.importorskip("starlette")

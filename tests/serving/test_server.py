@@ -749,13 +749,14 @@ def test_upgrades_are_not_taken(address, parts):
     """A request that offers another protocol, as Java's client does, is answered; its body is no request."""
     body = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
     begin = head(Content_Length=len(body), Connection="Upgrade, HTTP2-Settings", Upgrade="h2c", HTTP2_Settings="AAMA")
-    got = talk(address, *([begin + body] if parts == 1 else [begin, body]), pause_s=0.2)
-    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400"] and b"no JSON" in got
+    last = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    got = talk(address, *([begin + body] if parts == 1 else [begin, body]), last, pause_s=0.2)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400", b"200"] and b"no JSON" in got
     body = b'{"keys":{"user":[4]}}'
     begin = head(Content_Length=len(body), Connection="Upgrade, HTTP2-Settings", Upgrade="h2c", HTTP2_Settings="AAMA")
     lookup = head(Content_Length=len(body)) + body
-    got = talk(address, *([begin + body + lookup] if parts == 1 else [begin, body + lookup]), pause_s=0.2)
-    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"200", b"200"]
+    got = talk(address, *([begin + body + lookup] if parts == 1 else [begin, body + lookup]), last, pause_s=0.2)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"200", b"200", b"200"]
 
 
 def test_a_damaged_chunk_ends_its_request(address, client, caplog):
