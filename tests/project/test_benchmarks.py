@@ -765,16 +765,17 @@ def test_clients_count_what_they_lose():
     assert set(found["statuses"]) == {200} and found["refused"] == 0 and found["checked"]
 
     async def serve(reader, writer):
-        for _ in range(2):
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError):  # until the client goes
+            for _ in range(2):
+                await reader.readexactly(50)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
             await reader.readexactly(50)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
-        await reader.readexactly(50)
-        writer.close()
 
     async def load():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             made = http_load.Load(server.sockets[0].getsockname()[1], 2, 0.2, [b"x" * 50], None)
             await made.run()
+            await asyncio.sleep(0.05)  # the server's connections end
             return made
 
     made = asyncio.run(load())
@@ -798,6 +799,7 @@ def test_times_of_a_fixed_rate_count_from_when_requests_are_due():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             made = http_load.Load(server.sockets[0].getsockname()[1], 1, 1.0, [b"x" * 50], 100.0)
             await made.run()
+            await asyncio.sleep(0.05)
             return made
 
     made = asyncio.run(load())
