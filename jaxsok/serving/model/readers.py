@@ -100,8 +100,8 @@ class DeviceRows(_Programs):
         devices = [next(iter(jax.tree.leaves(mine)[0].devices())) for mine in tables]
         self._reader = Reader(devices)
         self._words = [jax.device_put((self._spec.words, SEED), device) for device in devices]
-        # Held while addresses are read: two threads that ask one array at the same time break it for good (JAX 0.10.2
-        # keeps the parts of an array when it is first asked, and then has them twice).
+        # Held while addresses are read. Where two threads asked one array for the first time, JAX 0.10.2 said that it
+        # was sharded: it seems to note the parts of an array twice then, for good.
         self._describing = threading.Lock()
         self.settle(versions.current)
 
