@@ -8,7 +8,7 @@ Limit:    the rows of the misses at the speed of a copy from pinned host memory,
           a copy on the device. For answers in host memory: the hits' rows at the speed of a copy to it, or the misses'
           rows at that of a copy from it, whichever takes longer, since both can go on at the same time.
 Command:  `python -m jaxsok bench --only cache`
-Last result: docs/results/serving.md (one H100, commit 3a9cc68).
+Last result: docs/results/serving.md (one H200, commit 58f74ac).
 
 "To the device" leaves the rows there, for a model: the rows of the distinct keys as tables of their own, and one lookup
 of the keys in these. "To the host" gives NumPy arrays. Keys begin on the host in both. Time is that of a caller who
@@ -82,6 +82,10 @@ class Filled:
     to_device_gb_s: float
     to_host_gb_s: float
 
+    def link_ms(self, num_misses: int) -> float:
+        """Returns the time of the rows of the misses on the link."""
+        return num_misses * self.rows.shape[1] * limits.FLOAT_BYTES / self.to_device_gb_s * 1e-6
+
     def limit_ms(self, num_hits: int, num_misses: int, to_host: bool) -> float:
         """Returns the least time of a lookup: see `Limit` above.
 
@@ -91,10 +95,10 @@ class Filled:
           [0.01075, 0.02048]
         """
         row_bytes = self.rows.shape[1] * limits.FLOAT_BYTES
-        hits, misses = num_hits * row_bytes * 1e-6, num_misses * row_bytes * 1e-6
+        hits, misses_ms = num_hits * row_bytes * 1e-6, self.link_ms(num_misses)
         if to_host:
-            return max(hits / self.to_host_gb_s, misses / self.to_device_gb_s)
-        return misses / self.to_device_gb_s + 2 * hits / self.copy_gb_s
+            return max(hits / self.to_host_gb_s, misses_ms)
+        return misses_ms + 2 * hits / self.copy_gb_s
 
 
 def measure(
@@ -250,8 +254,7 @@ class _Run:
         keys_per_s = self._by_threads(hit_rate, to_host)
         num_hits = round(seen * self.num_keys)
         limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, to_host)
-        missed_bytes = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES
-        link_ms = missed_bytes / self.filled.to_device_gb_s * 1e-6
+        link_ms = self.filled.link_ms(self.num_keys - num_hits)
         notes = {"hit_rate": seen, "threads_keys_per_s": keys_per_s, "link_ms": link_ms}
         self._add("jaxsok", ms, hit_rate, to_host, limit_ms, **notes)
 
@@ -280,7 +283,7 @@ class _Run:
                 break
         num_hits //= len(ms)
         limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, to_host)
-        link_ms = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES / self.filled.to_device_gb_s * 1e-6
+        link_ms = self.filled.link_ms(self.num_keys - num_hits)
         notes = {"hit_rate": num_hits / self.num_keys, "link_ms": link_ms}
         if not to_host:
             notes["on_device_ms"] = self._in_a_row(tables, hit_rate)
@@ -291,9 +294,9 @@ class _Run:
         found = nve.measure(read, self.ids, self.num_keys, hit_rate, in_place)
         num_hits = round(found["hit_rate"] * self.num_keys)
         limit_ms = self.filled.limit_ms(num_hits, self.num_keys - num_hits, False)
-        link_ms = (self.num_keys - num_hits) * CACHE_DIM * limits.FLOAT_BYTES / self.filled.to_device_gb_s * 1e-6
+        link_ms = self.filled.link_ms(self.num_keys - num_hits)
         ms = found.pop("samples_ms")
-        by = nve.IN_PLACE.removeprefix(", ") * in_place
+        by = nve.IN_PLACE if in_place else ""
         self._add("jaxsok", ms, hit_rate, False, limit_ms, what=records.FROM_C, by=by, link_ms=link_ms, **found)
 
     def _in_a_row(self, tables: FrozenTables, hit_rate: float) -> float:

@@ -6,7 +6,7 @@ Workload: 8 tables of 500,000 rows of 128 floats, all rows on the devices; threa
 Limit:    rows of as many keys as all devices together copy to pinned memory of the host, "copies"; the target is 3.5
           times the keys of one device on 4.
 Command:  `python -m jaxsok bench --only devices`
-Last result: docs/results/serving.md (two H200s, commit a47ab34).
+Last result: docs/results/serving.md (four H200s, commit 19928b8).
 
 Requests go to replicas by turns. Split tables have each row on one device: each request asks all of them. With one
 device both are the same. On a CPU, devices are made by `XLA_FLAGS=--xla_force_host_platform_device_count=4`; they
@@ -37,9 +37,8 @@ DEVICES = (1, 2, 4, 8)
 WAYS = {"replicas": False, "split": True}
 NUM_REQUESTS = 16
 """Requests in rotation."""
-COPIES = "copies"
-COPIED_BYTES, NUM_COPIES = 64 << 20, 32
-"""Of each device, where the limit is measured; a large request has as many bytes."""
+COPIED_KEYS, NUM_COPIES = 131_072, 32
+"""Rows that each device copies at a time, and how often, where the limit is measured; a large request has as many."""
 
 
 def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False) -> None:
@@ -53,10 +52,12 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
         for number, name in enumerate(names):
             keys = workloads.mix(number, np.arange(num_rows)).view(np.uint64)[:, 0]
             write_hps(pathlib.Path(folder) / name, Records(keys, rows))
-        one_device: dict[int, float] = {}  # keys per second, by samples of a request; 0: of the limit
+        one_device: dict[int, float] = {}  # keys per second, by keys of a request
+        copied_by_one: float | None = None  # keys per second
         for number in numbers if jax.default_backend() != "cpu" else ():
             keys_per_s, ms = _copy(number)
-            _add(recorder, number, COPIES, keys_per_s, [ms], 0, one_device.setdefault(0, keys_per_s))
+            copied_by_one = copied_by_one or keys_per_s
+            _add(recorder, "limit", number, "copies", keys_per_s, [ms], COPIED_KEYS, copied_by_one)
         for number in numbers:
             for way, is_split in WAYS.items():
                 label = f"session on {number} devices, {way}"
@@ -66,15 +67,18 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
                     with serving.open(_config(folder, names, number, is_split, max(sizes))) as session:
                         for num_samples in sizes:
                             keys_per_s, ms = _run(session, names, num_rows, num_samples, number, seed, is_quick)
+                            num_keys = NUM_TABLES * num_samples
                             if number == 1:
-                                one_device[num_samples] = keys_per_s
-                            _add(recorder, number, way, keys_per_s, ms, num_samples, one_device.get(num_samples))
+                                one_device[num_keys] = keys_per_s
+                            by_one = one_device.get(num_keys)
+                            _add(recorder, "jaxsok", number, way, keys_per_s, ms, num_keys, by_one)
 
 
 def _copy(num_devices: int) -> tuple[float, float]:
     """Returns how many keys a second have rows that all devices together copy, and the milliseconds of their copies."""
     to_host = jax.jit(lambda array: jax.device_put(array, jax.memory.Space.Host))
-    there = [jax.device_put(np.ones(COPIED_BYTES // 4, np.float32), device) for device in jax.devices()[:num_devices]]
+    rows = np.ones((COPIED_KEYS, DIM), np.float32)
+    there = [jax.device_put(rows, device) for device in jax.devices()[:num_devices]]
     for _ in range(2):  # the first compiles, and pins memory
         begin, waiting = time.perf_counter(), list[list[jax.Array]]()
         for _ in range(NUM_COPIES):
@@ -83,7 +87,7 @@ def _copy(num_devices: int) -> tuple[float, float]:
                 jax.block_until_ready(waiting.pop(0))
         jax.block_until_ready(waiting)
         took_s = time.perf_counter() - begin
-    return num_devices * NUM_COPIES * COPIED_BYTES / (DIM * 4) / took_s, took_s / NUM_COPIES * 1e3
+    return num_devices * NUM_COPIES * COPIED_KEYS / took_s, took_s / NUM_COPIES * 1e3
 
 
 def _config(folder: str, names: list[str], num_devices: int, is_split: bool, num_samples: int) -> dict:
@@ -141,22 +145,21 @@ def _run(
 
 def _add(
     recorder: Recorder,
+    subject: str,
     num_devices: int,
     way: str,
     keys_per_s: float,
     ms: list[float],
-    num_samples: int,
+    num_keys: int,
     one_device: float | None,
 ) -> None:
-    is_limit = way == COPIES
-    num_keys = COPIED_BYTES // (DIM * 4) if is_limit else NUM_TABLES * num_samples
     recorder.add(
         Record(
             "devices",
             records.DEPLOYED,
-            "limit" if is_limit else "jaxsok",
+            subject,
             summary(ms, 1),
-            variant=f"{num_devices} devices, {way}" + (f", {num_samples} samples" if num_samples else ""),
+            variant=f"{num_devices} devices, {way}, {num_keys} keys",
             num_keys=num_keys,
             notes={
                 "part": "devices",

@@ -4,7 +4,7 @@ Question: what does a lookup cost a program in C, where a GPU reads most rows in
 Workload: that of `bench_cache.py`: the same ids, a tenth of the rows on the device.
 Limit:    that of `bench_cache.py`.
 Command:  `python -m jaxsok bench --only cache`, on a GPU.
-Last result: docs/results/serving.md.
+Last result: docs/results/serving.md (one H200, commit 58f74ac).
 
 Keys come from pinned memory in each call. They are copied to the device on the stream of the lookup or, "in place", the
 kernels read them there.
@@ -59,7 +59,7 @@ class Batch(ctypes.Structure):
     )
 
 
-class OfGpu:
+class GpuMemory:
     """Memory and a stream of the first GPU, by the functions of its driver."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class OfGpu:
         self._call("cuStreamSynchronize", self.stream)
 
 
-class OfHost:
-    """The same on a CPU, where all memory is the host's."""
+class CpuMemory:
+    """Does the same on a CPU, where all memory is the host's."""
 
     stream = None
 
@@ -123,15 +123,15 @@ class OfHost:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a folder of frozen tables holds: one table, a row for each id."""
+    """The content of a folder of frozen tables: one table, with a row for each id."""
 
     folder: str | os.PathLike[str]
     rows: np.ndarray
-    """By id."""
+    """The row of each id."""
     keys: np.ndarray
     """The key of each id."""
     num_on_device: int
-    """Ids from 0, whose rows lie on the device."""
+    """Rows of ids from 0 to this number lie on the device."""
 
 
 class FrozenRows:
@@ -141,7 +141,7 @@ class FrozenRows:
         """Opens the folder on the first device; raises RuntimeError with what was refused."""
         self._source, self._max_keys = source, max_keys
         is_gpu = platform == "gpu"
-        self._memory = OfGpu() if is_gpu else OfHost()
+        self._memory = GpuMemory() if is_gpu else CpuMemory()
         self._library = ctypes.CDLL(str(library.require("cuda" if is_gpu else "cpu")))
         self._library.jaxsok_error.restype, self._library.jaxsok_close.restype = c_char_p, None
         self._library.jaxsok_close.argtypes = (c_void_p,)

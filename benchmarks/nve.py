@@ -65,7 +65,7 @@ _HOT_INSERTS = 3
 
 INT64, FLOAT32 = 1, 1
 """NVE's numbers of the type of keys and of the type of rows."""
-IN_PLACE = ", keys read in place"
+IN_PLACE = "keys read in place"
 _ANY_DIRECTION = 4
 """CUDA's number of a copy between any two places."""
 
@@ -548,7 +548,7 @@ def main() -> None:
         print(f"{label}: {num_rows:,} rows in {time.perf_counter() - begin:.1f} s", flush=True)
         stream = CachedIds(num_rows, layer.capacity, options.seed)
         for num_keys, hit_rate, in_place in itertools.product(sizes, CACHE_HIT_RATES, (False, True)):
-            by = f"{setup.by}{IN_PLACE * in_place}"
+            by = f"{setup.by}, {IN_PLACE}" if in_place else setup.by
             case = f"NVE, {by}, {num_keys} keys, {hit_rate:.0%}"
             try:
                 found = measure(layer, stream, num_keys, hit_rate, in_place)

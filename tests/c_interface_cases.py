@@ -6,41 +6,12 @@ import dataclasses
 
 import numpy as np
 
+from benchmarks.frozen_c import Batch, Feature
 from jaxsok.kernels import library
 
 COMBINERS = {None: 0, "sum": 1, "mean": 2, "sqrtn": 3}
 BAD_ARGUMENT, NO_FOLDER, BAD_FOLDER, NO_MEMORY, DEVICE_FAILED, BAD_INDEX = range(1, 7)
 UNVERIFIED, IN_MEMORY = 1, 2
-
-
-class CFeature(ctypes.Structure):
-    """The structure jaxsok_feature."""
-
-    _fields_ = [
-        ("table", ctypes.c_int32),
-        ("combiner", ctypes.c_int32),
-        ("first_key", ctypes.c_int64),
-        ("num_keys", ctypes.c_int64),
-        ("num_bags", ctypes.c_int64),
-        ("first_offset", ctypes.c_int64),
-        ("first_weight", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-    ]
-
-
-class CBatch(ctypes.Structure):
-    """The structure jaxsok_batch."""
-
-    _fields_ = [
-        ("keys", ctypes.c_void_p),
-        ("num_keys", ctypes.c_int64),
-        ("offsets", ctypes.c_void_p),
-        ("num_offsets", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("num_weights", ctypes.c_int64),
-        ("features", ctypes.POINTER(CFeature)),
-        ("num_features", ctypes.c_int32),
-    ]
 
 
 class Refused(Exception):
@@ -66,7 +37,7 @@ def load(back_end="cpu"):
         ("table_dim", number, pointer, number),
         ("table_num_rows", ctypes.c_int64, pointer, number),
         ("find_table", number, pointer, text),
-        ("lookup", number, pointer, ctypes.POINTER(CBatch), pointer),
+        ("lookup", number, pointer, ctypes.POINTER(Batch), pointer),
     ):
         function = getattr(found, f"jaxsok_{name}")
         function.restype, function.argtypes = result, arguments
@@ -131,7 +102,7 @@ class Tables:
         for request, given in zip(requests, keys, strict=True):
             is_ragged, is_weighted = request.offsets is not None, request.weights is not None
             features.append(
-                CFeature(
+                Feature(
                     self.number(request.table),
                     COMBINERS[request.combiner],
                     first_key,
@@ -155,7 +126,7 @@ class Tables:
     def call(self, arrays, features, stream=None):
         """Looks up the batch whose keys, offsets and weights are at (address, size)."""
         flat = [part for array in arrays for part in array]
-        batch = CBatch(*flat, (CFeature * len(features))(*features), len(features))
+        batch = Batch(*flat, (Feature * len(features))(*features), len(features))
         self._check(self.library.jaxsok_lookup(self.pointer, ctypes.byref(batch), stream))
 
     def lookup(self, *requests):

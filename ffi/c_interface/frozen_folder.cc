@@ -202,11 +202,10 @@ FrozenStoreFiles ReadStore(const Manifest& manifest, const Json& store, const st
   files.dtype = found->dtype;
   *row_bytes = found->bytes * static_cast<uint64_t>(files.dim);
   files.capacity = static_cast<uint32_t>(manifest.Whole(store, where, "capacity", 1, (uint64_t{1} << 31) - 1));
-  // Folders that were written before there was a choice do not have it.
-  const bool has_host_rows = store.Find("num_device_rows") != nullptr;
-  files.num_device_rows =
-      has_host_rows ? static_cast<uint32_t>(manifest.Whole(store, where, "num_device_rows", 1, files.capacity))
-                    : files.capacity;
+  files.num_device_rows = files.capacity;
+  if (store.Find("num_device_rows") != nullptr) {  // folders of earlier releases do not have it
+    files.num_device_rows = static_cast<uint32_t>(manifest.Whole(store, where, "num_device_rows", 1, files.capacity));
+  }
   constexpr uint64_t kMostBuckets = (uint64_t{1} << 32) / kEntriesPerBucket - 1;  // entries have 32-bit numbers
   files.num_buckets = static_cast<uint32_t>(manifest.Whole(store, where, "num_buckets", 1, kMostBuckets));
   uint32_t salt[2];

@@ -22,7 +22,7 @@ from c_interface_cases import (
     IN_MEMORY,
     NO_FOLDER,
     UNVERIFIED,
-    CFeature,
+    Feature,
     Gpu,
     Refused,
     Request,
@@ -730,7 +730,7 @@ def test_any_batch_is_looked_up_or_refused(folder):
                 first = end if rng.random() < 0.9 else number(12)
                 bags = size if rng.random() < 0.6 else number(8)
                 fields = (number(30, 32), number(4, 32), first, size if rng.random() < 0.95 else number(12), bags)
-                features.append(CFeature(*fields, number(4), number(3), out[f].ctypes.data))
+                features.append(Feature(*fields, number(4), number(3), out[f].ctypes.data))
                 end += size
             out[:, 12] = 7
             try:
