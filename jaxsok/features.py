@@ -219,6 +219,10 @@ class Features:
         return real.reshape(-1, layout.hotness) if layout.hotness > 1 else real
 
 
+NO_FEATURES = Features((), "")
+"""Stands in a result for features that the caller has."""
+
+
 def single_key_layouts(tables: Sequence[int], sizes: Sequence[int]) -> tuple[FeatureLayout, ...]:
     """Makes undeclared features of single keys, one after the other: `sizes` keys of `tables`."""
     layouts, start, tile = [], 0, 0

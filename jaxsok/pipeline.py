@@ -11,23 +11,29 @@ before it hands out batch k: the library's threads then pack while the caller di
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
 plan, which ran before step k - 1, so it does not wait. On one device plans are left to the lookup.
+
+A step made by `Pipeline.jit` also makes the plan of batch k + 3, in the same program: the host then dispatches one
+program a step in place of two. What such a step leaves undone is planned by a program of its own.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import inspect
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
-from jaxsok.features import Batch, Features
+from jaxsok.features import NO_FEATURES, Batch, Features
 from jaxsok.growth import GrowthTracker
 from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
@@ -38,6 +44,7 @@ from jaxsok.specs import StoreSpec
 HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
 PACKED_AHEAD = 2  # batches that are packed or being packed, in addition to those with plans, when one is handed out
 PLANS_AHEAD = 2  # on a mesh, batches whose plans are under way when one is handed out, beyond those looked up ahead
+JOINED_AHEAD = 3  # the same where steps make plans: the host reads counts of the step before last
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 
 
@@ -53,8 +60,8 @@ class Planner(Protocol):
         """Makes keys distinct and sends them to their owners."""
         ...
 
-    def plan_with_loads(self, features: Features, send_capacity: Any) -> tuple[Plan, Loads]:
-        """Does `plan` on a mesh, and gives the loads for the host."""
+    def plan_with_loads(self, features: Features, send_capacity: Any, *, after: Any = ()) -> tuple[Plan, Loads]:
+        """Does `plan` on a mesh, and gives the loads for the host; within a program once `after` is there."""
         ...
 
 
@@ -70,6 +77,21 @@ class LookAhead:
     def reach(self) -> int:
         """Batches for whose keys there must be room, the next step's included, since no row leaves within a step."""
         return self.num_batches and max(self.num_batches, self.micro_batches)
+
+
+class _Form(NamedTuple):
+    """What the program that plans a batch depends on, and its features."""
+
+    features: Features
+    structure: tuple
+    """The structure of the features, and the shape and dtype of each array."""
+    capacities: tuple[int, ...]
+    """The send capacity of each store."""
+
+    @classmethod
+    def of(cls, features: Features, capacities: Iterable[int]) -> "_Form":
+        leaves, structure = jax.tree.flatten(features)
+        return cls(features, (structure, [(leaf.shape, leaf.dtype) for leaf in leaves]), tuple(capacities))
 
 
 _Read = tuple[Packing, Any] | None
@@ -139,9 +161,81 @@ class Pipeline:
         self._state = self._state_of_batches()
         self._is_read = False  # nothing is read any more: there is no more, or reading failed, or the loop is over
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
+        self._joins = False  # steps made by `jit` plan later batches
+        self._left: tuple[Batch, _Form] | None = None  # the last batch read, whose plan is left to the next such step
+        self._handed_out: _Form | None = None  # of the plan handed out last; None: it needs rounds
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
+
+    def jit(
+        self,
+        step: Callable,
+        *,
+        jit: Callable = jax.jit,
+        donate_argnums: int | Sequence[int] | None = None,
+        static_argnums: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> Callable:
+        """Does `jax.jit(step, ...)`; on a mesh the program also makes the plan of the batch three steps later.
+
+        The host then dispatches one program for a step and a plan in place of two, which pays where it sets the pace:
+        where a step takes about a millisecond (docs/results/many_gpus.md). Results have the bits of `jax.jit`. On one
+        device it is `jax.jit`.
+
+        Call the result once for each batch, as the loop hands it out. A batch that is not stepped, or one whose shapes
+        differ from those of the batch three later, has that plan made by a program of its own.
+
+        Args:
+          step: the function of a step. It may take and return anything.
+          jit: what compiles it: `jax.jit`, `nnx.jit`, or, with `Collection.ahead`,
+            `lambda step, **options: collection.ahead(jax.jit(step, **options))`.
+          donate_argnums: as of `jax.jit`.
+          static_argnums: as of `jax.jit`.
+          options: others of `jax.jit`, but not `in_shardings` or `out_shardings`.
+
+        Raises:
+          TypeError: for these two options; a step of them is jitted without the pipeline.
+
+        Example:
+          >>> pipeline = collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3))
+          >>> @functools.partial(pipeline.jit, donate_argnums=0)
+          ... def step(state, plan):
+          ...     embeddings, state, plan = collection.lookup(state, plan)
+          ...     return collection.update(state, plan, embeddings)
+          >>> for batch, plan in pipeline:
+          ...     state, stats = step(state, plan)
+        """
+        if refused := sorted({"in_shardings", "out_shardings"} & set(options)):
+            raise TypeError(
+                f"pipeline.jit: {refused[0]}: got one, wanted none, since the program also takes and returns arrays of "
+                "the pipeline; use jax.lax.with_sharding_constraint in the step, or jax.jit without the pipeline."
+            )
+        alone = jit(step, donate_argnums=donate_argnums, static_argnums=static_argnums, **options)
+        if self._collection.shards.num_shards == 1:
+            return alone
+        self._joins = True
+        moved = {"donate_argnums": _moved(donate_argnums), "static_argnums": _moved(static_argnums)}
+
+        @functools.cache
+        def program_of(capacities: tuple[int, ...]) -> Callable:
+            return jit(step_with_plan(step, self._collection, capacities), **moved, **options)
+
+        @functools.wraps(step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left, form = self._left, self._handed_out
+            if form is None or (left is not None and left[1].structure != form.structure):
+                return alone(*args, **kwargs)
+            # With nothing to plan, it plans its own batch again, in vain: that costs less than to compile without.
+            taken = left if left is not None and left[1].capacities == form.capacities else None
+            features = form.features if taken is None else taken[1].features
+            results, plan, loads = program_of(form.capacities)(features, *args, **kwargs)
+            if taken is not None:
+                self._left = None
+                self._under_way.append((taken[0], dataclasses.replace(plan, features=features), loads))
+            return results
+
+        return call
 
     @property
     def send_capacities(self) -> list[list[int]]:
@@ -166,7 +260,9 @@ class Pipeline:
                 batch, plan = ready.popleft()
                 plan = self._with_following(batch, plan)
                 self._state = self._states.popleft()
+                self._handed_out = self._form_of(plan) if self._joins else None
                 yield batch, plan
+                self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
             self._is_read = True
@@ -181,16 +277,23 @@ class Pipeline:
         under_way, is_planned = self._under_way, self._collection.shards.num_shards > 1
         # On one device, too, a batch that is looked up ahead begins its copy before the step before that one.
         num_under_way = PLANS_AHEAD if is_planned else min(1, self._ahead.num_batches)
+        if self._joins:
+            num_under_way = JOINED_AHEAD
         while len(self._ready) < num_batches:
             if not under_way:
-                under_way.extend(self._dispatch_next(is_planned))
+                self._plan_left()
+            if not under_way:
+                self._dispatch_next(is_planned)
             if not under_way:
                 return
             batch, plan, loads = under_way.popleft()
             # Before the next batch is planned, since this one's counts choose its capacities.
             self._ready.append((batch, self._check(batch, plan, loads) if is_planned else plan))
-            while len(under_way) < num_under_way and (following := self._dispatch_next(is_planned)):
-                under_way.extend(following)
+            while len(under_way) + (self._left is not None) < num_under_way:
+                self._plan_left()
+                is_left = self._joins and len(under_way) + 1 == num_under_way
+                if not self._dispatch_next(is_planned, is_left):
+                    break
 
     def _with_following(self, batch: Batch, plan: Plan) -> Plan:
         """Gives a plan the plans that its lookup looks up ahead, and notes their keys for the growth of the tables."""
@@ -247,26 +350,48 @@ class Pipeline:
             self._is_read = True
             raise
 
-    def _dispatch_next(self, is_planned: bool) -> list[tuple[Batch, Plan, Loads]]:
-        """Returns the next batch, its plan dispatched at the capacities that served last; nothing at the end."""
+    def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
+        """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
         self._pack(1)
         if not self._packed:
-            return []
+            return False
         packed = self._packed.popleft()
         if (error := packed.exception()) or (found := packed.result()) is None:
             self._failed = self._failed or error
-            return []
+            return False
         packing, state = found
         self._states.append(state)
         batch = self._collection.packer.finish(packing)
         self._collection.growth.record_features([batch.features])
         if not is_planned:
-            return [(batch, Plan(batch.features), ())]
-        sizes = [
+            self._under_way.append((batch, Plan(batch.features), ()))
+            return True
+        sizes = [  # the capacities that served last
             default_send_capacity(spec, part) if size is None else size
             for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)
         ]
-        return [(batch, *self._collection.plan_with_loads(batch.features, sizes))]
+        self._left = batch, _Form.of(batch.features, sizes)
+        if not is_left:
+            self._plan_left()
+        return True
+
+    def _plan_left(self) -> None:
+        """Plans the batch whose plan was left to a step, if no step has made it."""
+        if self._left is not None:
+            (batch, form), self._left = self._left, None
+            self._under_way.append((batch, *self._collection.plan_with_loads(batch.features, form.capacities)))
+
+    def _form_of(self, plan: Plan) -> _Form | None:
+        """Returns the form of a plan of one round."""
+        if not _is_in_one_round(plan):
+            return None
+        sizes = [
+            default_send_capacity(spec, part) if asked is None else asked.send_capacity
+            for spec, part, asked in zip(
+                self._collection.stores, plan.features.stores, not_none(plan.asked), strict=True
+            )
+        ]
+        return _Form.of(plan.features, sizes)
 
     @annotate("jaxsok.pipeline")
     def _check(self, batch: Batch, plan: Plan, loads: Loads) -> Plan:
@@ -313,3 +438,27 @@ def _run(stages: Generator[None, None, _Read], settings: tuple | None) -> _Read:
 
 def _is_in_one_round(plan: Plan) -> bool:
     return all(getattr(asked, "listed", None) is None for asked in plan.asked or ())
+
+
+def _moved(numbers: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Returns the places of arguments behind one more; None: their names say which they are."""
+    if numbers is None:
+        return None
+    return tuple(number + (number >= 0) for number in ([numbers] if isinstance(numbers, int) else numbers))
+
+
+def step_with_plan(step: Callable, collection: Planner, capacities: tuple[int, ...]) -> Callable:
+    """Returns a function that does a step, and plans the features given first."""
+
+    def step_and_plan(features: Features, /, *args: Any, **kwargs: Any) -> tuple[Any, Plan, Loads]:
+        results = step(*args, **kwargs)
+        plan, loads = collection.plan_with_loads(features, capacities, after=results)
+        # The features do not pass through the program: its results would be copies.
+        return results, dataclasses.replace(plan, features=NO_FEATURES), loads
+
+    # By this JAX finds the arguments that its options name.
+    features = inspect.Parameter("jaxsok_features", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.Signature([features, *inspect.signature(step).parameters.values()])
+    step_and_plan.__dict__["__signature__"] = signature
+    step_and_plan.__name__ = getattr(step, "__name__", step_and_plan.__name__)
+    return step_and_plan

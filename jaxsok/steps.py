@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import lookup as lookup_lib, stats as stats_lib, tickets, tiers
 from jaxsok.checks import not_none
-from jaxsok.features import Features
+from jaxsok.features import NO_FEATURES, Features
 from jaxsok.gradients import Gradients, Used
 from jaxsok.kernels.tickets import Ticket
 from jaxsok.lookup import Embeddings
@@ -265,9 +266,14 @@ class Steps:
             return dataclasses.replace(plan, features=features)
         return _run_on_shards(self, name, *args)
 
-    def plan_with_loads(self, features: Features, send_capacities: tuple[int, ...]) -> tuple[Plan, Loads]:
-        """Plans on a mesh; also returns the load of each store that has features, where the host reads it cheaply."""
-        plan, loads = _plan_on_shards(self, features, send_capacities, True)
+    def plan_with_loads(
+        self, features: Features, send_capacities: tuple[int, ...], after: Any = ()
+    ) -> tuple[Plan, Loads]:
+        """Plans on a mesh; also returns the load of each store that has features, where the host reads it cheaply.
+
+        Within a program, loads go to the host when the arrays `after` are there.
+        """
+        plan, loads = _plan_on_shards(self, features, send_capacities, True, after)
         return dataclasses.replace(plan, features=features), loads
 
 
@@ -306,7 +312,7 @@ def _run_on_shards(steps: Steps, name: str, state: State, *args: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _plan_on_shards(
-    steps: Steps, features: Features, send_capacities: tuple[int, ...] | None, with_loads: bool
+    steps: Steps, features: Features, send_capacities: tuple[int, ...] | None, with_loads: bool, after: Any = ()
 ) -> tuple[Plan, Loads]:
     """Returns a plan without its features, and its loads if asked; on GPUs they lie in pinned memory of the host.
 
@@ -315,13 +321,13 @@ def _plan_on_shards(
     split = steps.shards.spec
 
     def plan_part(part: Features) -> Plan:
-        return dataclasses.replace(steps.plan(part, send_capacities), features=_NO_FEATURES)
+        return dataclasses.replace(steps.plan(part, send_capacities), features=NO_FEATURES)
 
     plan = steps.shards.run(plan_part, (features,), (split,), split)
     if not with_loads:
         return plan, ()
     assert isinstance(steps.shards, MeshShards)
-    return plan, steps.shards.to_host(tuple(asked and asked.load for asked in not_none(plan.asked)))
-
-
-_NO_FEATURES = Features((), "")
+    loads = tuple(asked and asked.load for asked in not_none(plan.asked))
+    # A copy to the host ends a CUDA graph, so it comes last.
+    loads, _ = lax.optimization_barrier((loads, (plan, after)))
+    return plan, steps.shards.to_host(loads)

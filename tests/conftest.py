@@ -47,7 +47,8 @@ def _compile_quickly():
     if os.environ.get("JAX_PLATFORMS") != "cpu" or not libraries:
         return
     with libraries[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-        known = [f"--{name}={value}" for name, value in wanted.items() if library.find(name.encode()) >= 0]
+        # A flag that was removed is still among the fields of a message, where no zero ends its name.
+        known = [f"--{name}={value}" for name, value in wanted.items() if library.find(name.encode() + b"\0") >= 0]
     flags = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*flags, *(flag for flag in known if flag not in flags)])
 

@@ -25,7 +25,7 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok import combine as combine_module, policies, strategy, windows
+from jaxsok import combine as combine_module, pipeline, policies, strategy, windows
 from jaxsok.kernels import library, table as table_door
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.plan import Plan
@@ -282,8 +282,11 @@ def sharded_cases(mesh, abstract):
     # Windows of devices that are not there: the calls only name them.
     numbered = windows.Windows("gpu", 0, compiled_cases.NUM_SHARDS)
     summing = [dataclasses.replace(table, row_gradient="sum") for table in on_cpu.tables]
+    item = jaxsok.TableSpec("item", 16, jaxsok.optim.rowwise_adagrad(0.1), capacity=1 << 14)
+    one_on_cpu = programs.over(compiled_cases.NUM_SHARDS, [item], [jaxsok.FeatureSpec("clicked", "item")])
     with unittest.mock.patch.object(strategy, "windows_of", lambda shards, wire: numbered):
         with_windows = jaxsok.Collection(summing, on_cpu.features, mesh=mesh, axis="data")
+        with_one = jaxsok.Collection(one_on_cpu.tables, one_on_cpu.features, mesh=mesh, axis="data")
 
     def make_windowed(function):
         def call(*args):
@@ -297,7 +300,24 @@ def sharded_cases(mesh, abstract):
     all_asked = plan_shapes(
         features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(512,) * 3
     )
+    batch_of_one = one_on_cpu.batch({"clicked": np.arange(1024)}).features
+    of_one = jax.tree.map(abstract, batch_of_one)
+    asked_of_one = plan_shapes(
+        batch_of_one, lambda leaf: abstract(leaf, PartitionSpec("data")), one_on_cpu, send_capacity=(64,)
+    )
+
+    def joined_step(state, features, asked):
+        return pipeline.step_with_plan(bare_step(with_one), with_one, (64,))(features, state, asked)
+
     return {
+        "one store, windows, joined": (
+            make_windowed(joined_step),
+            (jax.tree.map(abstract, one_on_cpu.init(seed=0)), of_one, asked_of_one),
+        ),
+        "one store, windows, loads, plan": (
+            make_windowed(lambda features: with_one.plan_with_loads(features, (64,))),
+            (of_one,),
+        ),
         "eight devices, windows": (make_windowed(programs.train_step(with_windows)), (state, all_asked)),
         "eight devices, windows, plan": (make_windowed(plan_of_windows), (features,)),
         "eight devices, planned": (step, (state, asked)),
@@ -322,6 +342,7 @@ SMALL = (
     "frozen",
     "release",
 )  # fewer commands than XLA captures by default
+ONE_STORE = ("one store, windows, joined", "one store, windows, loads, plan")
 SHARDED = (
     "eight devices, windows",
     "eight devices, windows, plan",
@@ -430,7 +451,7 @@ def test_counts_cost_one_kernel():
         assert others == ["kCustomKernel"] * num_kernels, name
 
 
-@pytest.mark.parametrize("name", SMALL + SHARDED)
+@pytest.mark.parametrize("name", SMALL + SHARDED + ONE_STORE)
 def test_every_call_is_captured(name):
     """If XLA also captures the smallest graphs, all of our calls are captured, between collectives."""
     thunks, targets = compile_case("marked")["cases"][name]
@@ -439,6 +460,14 @@ def test_every_call_is_captured(name):
     num_meetings = targets.count("jaxsok_window_meet")
     assert num_meetings == len(outside) == (1 if "windows" in name else 0)
     assert len(inside) == sum(target.startswith("jaxsok_") for target in targets) - num_meetings > 0
+
+
+@pytest.mark.parametrize("name", ONE_STORE)
+def test_a_plan_for_the_pipeline_is_one_command_buffer(name):
+    """So is a step that makes one. Both copy no more than loads to the host, and the features that a plan returns."""
+    thunks, _ = compile_case("marked")["cases"][name]
+    assert [kind for kind, path in thunks if not path] == ["kCustomCall", "kCommandBuffer"]  # threads meet first
+    assert [kind for kind, _ in thunks].count("kCopy") == (1 if name.endswith("joined") else 2)
 
 
 def test_what_is_moved_ahead_stays_outside():

@@ -1,0 +1,217 @@
+"""`Pipeline.jit`: a step that makes the plan of a later batch changes no bit, and the host plans nothing by itself."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import programs
+import pytest
+import test_pipeline
+from test_pipeline import GRADIENTS, NUM_SHARDS, collection, even, make_skewed
+
+import jaxsok
+
+BAGS = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("ad", "ad", combiner="mean")]
+
+
+@functools.cache
+def rectangular():
+    """Returns a collection whose batches all have one form."""
+    return programs.over(NUM_SHARDS, test_pipeline.TABLES, BAGS)
+
+
+def bags_of_three(step):
+    """Makes evenly spread keys, three of them in each bag."""
+    rng = np.random.default_rng(step)
+    return {"user": rng.integers(0, 2**40, 128), "ad": rng.integers(0, 60, (128, 3))}
+
+
+def step_of(declared, traced):
+    """Returns a step, which notes when it is traced."""
+
+    def step(state, plan, scale=1.0):
+        traced.append(plan)
+        embeddings, state, plan = declared.lookup(state, plan)
+        state, stats = declared.update(state, plan, jax.tree.map(lambda rows: scale * rows, GRADIENTS))
+        return state, embeddings, stats
+
+    return step
+
+
+def train(declared, raws, is_joined, *, skipped=(), traced=None, jit=jax.jit, **options):
+    """Trains on all batches but the skipped ones; returns the state, embeddings and statistics, and the pipeline."""
+    state, pipeline, results = declared.init(seed=3), declared.pipeline(raws, **options), []
+    body = step_of(declared, [] if traced is None else traced)
+    compiler = {"compiler_options": programs.quickly()} if jit is jax.jit else {}
+    step = (functools.partial(pipeline.jit, jit=jit) if is_joined else jit)(body, donate_argnums=0, **compiler)
+    for number, (_, plan) in enumerate(pipeline):
+        if number not in skipped:
+            state, embeddings, stats = step(state, plan)
+            stats.check()
+            results.append((jax.tree.map(np.asarray, embeddings), stats.to_dict()))
+    return state, results, pipeline
+
+
+def assert_same_training(declared, raws, **options):
+    """Trains with joined steps and with steps and plans apart, and compares all bits; returns the joined pipeline."""
+    state, results, pipeline = train(declared, raws, True, **options)
+    other, wanted, apart = train(declared, raws, False, **options)
+    jax.tree.map(np.testing.assert_array_equal, results, wanted)
+    programs.assert_same_state(state, other, index=False)
+    assert pipeline.send_capacities == apart.send_capacities
+    assert pipeline.num_replanned == apart.num_replanned
+    return pipeline
+
+
+@pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_no_bit_changes(num_shards, prefetch):
+    """Batches of several forms, one of them so skewed that it is planned again, or goes in rounds."""
+    assert_same_training(collection(num_shards), [even(0), even(1), make_skewed(2), *map(even, range(3, 9))])
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}])
+def test_no_bit_changes_with_lookups_ahead(options):
+    assert_same_training(rectangular(), [bags_of_three(step) for step in range(6)], **options)
+
+
+def test_no_bit_changes_with_micro_batches():
+    """A step takes the plans of two batches; it plans one later batch, and the pipeline the other."""
+    declared, states = rectangular(), []
+    for is_joined in (True, False):
+        pipeline = declared.pipeline([bags_of_three(step) for step in range(6)], lookahead=1, micro_batches=2)
+        jit = pipeline.jit if is_joined else jax.jit
+
+        def step(state, plans):
+            looked_up = []
+            for plan in plans:
+                _, state, plan = declared.lookup(state, plan)
+                looked_up.append(plan)
+            return declared.update(state, looked_up, [GRADIENTS] * len(looked_up))
+
+        step, state, plans = jit(step, donate_argnums=0), declared.init(seed=0), []
+        for _, plan in pipeline:
+            plans.append(plan)
+            if len(plans) == 2:
+                state, stats = step(state, plans)
+                stats.check()
+                plans = []
+        states.append(state)
+    programs.assert_same_state(*states, index=False)
+
+
+def count_plans(monkeypatch, declared):
+    """Returns a list that gets True for each plan made in a trace, and False for each by a program of its own."""
+    counted, plan = [], type(declared).plan_with_loads
+
+    def counting(self, features, *args, **kwargs):
+        counted.append(isinstance(features.stores[0].keys, jax.core.Tracer))
+        return plan(self, features, *args, **kwargs)
+
+    monkeypatch.setattr(type(declared), "plan_with_loads", counting)
+    return counted
+
+
+def test_batches_of_one_form_are_planned_by_one_program(monkeypatch):
+    """The first three plans, of which one is made twice, have their own; then one traced step makes all, to the end."""
+    traced, counted = [], count_plans(monkeypatch, rectangular())
+    _, results, _ = train(rectangular(), [bags_of_three(0)] * 9, True, traced=traced)
+    assert len(results) == 9
+    assert len(traced) == 1
+    assert counted.count(False) == 4 and counted.count(True) == 1
+
+
+def test_steps_apart_plan_each_batch(monkeypatch):
+    """The count of the test above would see plans that are not joined."""
+    counted = count_plans(monkeypatch, rectangular())
+    train(rectangular(), [bags_of_three(0)] * 9, False)
+    assert counted == [False] * 10
+
+
+def test_batches_that_are_not_stepped_are_planned():
+    """The batch that such a step would have planned comes with its plan; so do those after a loop that broke off."""
+    raws = [bags_of_three(step) for step in range(9)]
+    assert_same_training(rectangular(), raws, skipped=(1, 2, 5))
+    state, pipeline, seen = rectangular().init(seed=3), rectangular().pipeline(raws), 0
+    step = pipeline.jit(step_of(rectangular(), []), donate_argnums=0)
+    for most in (2, 3, 9):
+        for _, plan in itertools.islice(pipeline, most):
+            state, _, stats = step(state, plan)
+            stats.check()
+            seen += 1
+    wanted, _, _ = train(rectangular(), raws, False)
+    assert seen == 9
+    programs.assert_same_state(state, wanted, index=False)
+
+
+def test_a_step_that_fails_leaves_its_plan_to_the_pipeline():
+    """An error in a step loses no batch."""
+    raws, counted = [bags_of_three(step) for step in range(8)], 0
+    state, pipeline = rectangular().init(seed=3), rectangular().pipeline(raws)
+    step = pipeline.jit(step_of(rectangular(), []), donate_argnums=0)
+    for number, (_, plan) in enumerate(pipeline):
+        if number == 2:
+            with pytest.raises(TypeError, match="scale"):
+                step(state, plan, scale="much")
+        state, _, stats = step(state, plan)
+        stats.check()
+        counted += 1
+    wanted, _, _ = train(rectangular(), raws, False)
+    assert counted == 8
+    programs.assert_same_state(state, wanted, index=False)
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_it_takes_the_options_of_jit(num_shards):
+    """Arguments are donated and static by number and by name, and others may follow; so with `Collection.ahead`."""
+    declared = rectangular() if num_shards else collection(None)
+    raws = [bags_of_three(step) if num_shards else even(step) for step in range(4)]
+
+    def step(ignored, state, features, name, scale=1.0):
+        assert ignored == "static" and name == "too"
+        return step_of(declared, [])(state, features, scale)
+
+    def ahead(step, **options):
+        return declared.ahead(jax.jit(step, **options))
+
+    for jit in (jax.jit, ahead):
+        state, pipeline = declared.init(seed=3), declared.pipeline(raws)
+        program = pipeline.jit(step, jit=jit, static_argnums=0, static_argnames="name", donate_argnums=(1,))
+        for _, plan in pipeline:
+            before = state
+            state, _, stats = program("static", state, plan, name="too", scale=0.5)
+            stats.check()
+            assert before.stores[0].index.is_deleted()
+        states = declared.init(seed=3)
+        for _, plan in declared.pipeline(raws):
+            states, _, _ = jax.jit(step_of(declared, []))(states, plan, 0.5)
+        programs.assert_same_state(state, states, index=False)
+
+
+def test_shardings_are_refused():
+    """They would have to name those of the pipeline's arrays, too."""
+    with pytest.raises(TypeError, match=r"pipeline.jit: out_shardings: got one, wanted none"):
+        rectangular().pipeline([]).jit(lambda state: state, out_shardings=None)
+
+
+def test_nnx():
+    """`nnx.jit` compiles a step of layers in the same way."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jaxsok.layers import nnx as layers
+
+    declared, states = rectangular(), []
+    for is_joined in (True, False):
+        pipeline = declared.pipeline([bags_of_three(step) for step in range(6)])
+        layer = layers.Embeddings(declared, seed=3)
+
+        def step(layer, plan):
+            loss = layers.value_and_grad(lambda layer: sum(rows.sum() for rows in layer(plan).values()))
+            _, gradients = loss(layer)
+            return layer.update(gradients)
+
+        step = pipeline.jit(step, jit=nnx.jit) if is_joined else nnx.jit(step)
+        for _, plan in pipeline:
+            step(layer, plan).check()
+        states.append(layer.tables.get_value())
+    programs.assert_same_state(*states, index=False)
