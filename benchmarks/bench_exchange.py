@@ -396,9 +396,8 @@ class Sharded:
         from benchmarks import dlrm
 
         collection = self.collection
-        step = dlrm.step_of(collection)
 
-        def run_next(batches, carry):
+        def run_next(step, batches, carry):
             batch, plan = next(batches)
             return step(carry, plan, batch["dense"], batch["label"])
 
@@ -408,12 +407,12 @@ class Sharded:
         for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):
             pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), ahead=ahead, prefetch=0)
             batches = iter(pipeline)
+            run = functools.partial(run_next, dlrm.step_of(collection, pipeline.jit), batches)
             for _ in range(2):  # The first step is a program of its own.
-                carry, (loss, stats) = run_next(batches, carry)
+                carry, (loss, stats) = run(carry)
             stats.check()
             if not np.isfinite(float(loss)):
                 raise RuntimeError(f"{self.workload.name}: the loss of the second step is {float(loss)}.")
-            run = functools.partial(run_next, batches)
             measured = Step(lambda carry, _, run=run: run(carry), donates=True, is_compiled=True)
             timing, carry = measured.measure(carry, [None] * len(self.batches), self.protocol)
             while carry[0].ahead:
@@ -496,11 +495,11 @@ class Sharded:
     def _time_pipeline(self, step: Step) -> tuple[Timing, dict[str, Any]]:
         pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches), prefetch=0)
         batches = iter(pipeline)
+        program = pipeline.jit(step.function, donate_argnums=0 if step.donates else ())
 
         def run(state, _):
             _, plan = next(batches)
-            state, outputs = step.run(state, plan)
-            return (state, outputs) if step.donates else outputs
+            return program(state, plan)
 
         pipelined = Step(run, donates=step.donates, is_compiled=True)
         inputs = [None] * len(self.batches)

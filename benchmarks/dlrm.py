@@ -80,10 +80,10 @@ def init_on_mesh(collection: jaxsok.Collection, dim: int) -> tuple[Any, Any]:
     return jax.jit(make, out_shardings=collection.shards.same)()
 
 
-def step_of(collection: jaxsok.Collection) -> Callable[..., tuple]:
+def step_of(collection: jaxsok.Collection, jit: Callable = jax.jit) -> Callable[..., tuple]:
     """Returns a training step: (state, params, opt_state), plan, dense numbers, labels -> the same, (loss, stats)."""
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jit, donate_argnums=0)
     def step(carry: tuple, plan: Any, dense: jax.Array, labels: jax.Array) -> tuple:
         state, params, opt_state = carry
         embeddings, state, plan = collection.lookup(state, plan)

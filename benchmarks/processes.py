@@ -11,9 +11,10 @@ Last result: docs/results/many_gpus.md, "Four H200s"; fed steps: docs/results/ra
 
 Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
 number of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
-*pipelined*: plan and step, as `Collection.pipeline` dispatches them, with batches packed beforehand; *fed*: the same
-from a reader's batches, which are packed meanwhile; *forward*: an evaluation lookup with its plan ready, next to that
-of a row-sharded `jnp.take`; *DLRM*: the step of `dlrm.py`, pipelined.
+*pipelined*: plan and step, in one program by `Pipeline.jit`, with batches packed beforehand; *two programs*: the same,
+where the pipeline dispatches plans; *fed*: as *pipelined*, from a reader's batches, which are packed meanwhile;
+*forward*: an evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`; *DLRM*: the step of
+`dlrm.py`, pipelined.
 """
 
 import argparse
@@ -103,21 +104,24 @@ class Measured:
         """Times plan, step and forward of a collection; also steps whose batches are packed as they go."""
         raws = [fill.raw_of(collection, self.workload, ids) for ids in self.ids]
         batches = [collection.batch(raw) for raw in raws]
-        pipeline = Pipeline(Packed(collection), itertools.cycle(batches), prefetch=0)
-        pairs = iter(pipeline)
 
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step(state: jaxsok.State, features: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
+        def train(state: jaxsok.State, features: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
             embeddings, state, plan = collection.lookup(state, features)
             return collection.update(state, plan, embeddings)
 
-        forward = jax.jit(collection.find)
-        self.time(records.STEP, "pipelined", step, lambda _: next(pairs)[1])
+        def time_pipeline(program: str, pipeline: Pipeline, jit: Callable) -> None:
+            pairs = iter(pipeline)
+            self.time(records.STEP, program, jit(train, donate_argnums=0), lambda _: next(pairs)[1])
+            pairs.close()
+
+        for program in ("pipelined", "two programs"):
+            pipeline = Pipeline(Packed(collection), itertools.cycle(batches), prefetch=0)
+            time_pipeline(program, pipeline, pipeline.jit if program == "pipelined" else jax.jit)
         if self.wire.endswith("float32"):
             for prefetch in (0, 2):
-                fed = iter(collection.pipeline(itertools.cycle(raws), prefetch=prefetch))
-                self.time(records.STEP, f"fed, prefetch={prefetch}", step, lambda _, fed=fed: next(fed)[1])
-                fed.close()
+                fed = collection.pipeline(itertools.cycle(raws), prefetch=prefetch)
+                time_pipeline(f"fed, prefetch={prefetch}", fed, fed.jit)
+        step, forward = jax.jit(train, donate_argnums=0), jax.jit(collection.find)
         sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
         plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
         self.time(records.STEP, "planned", step, lambda i: plans[i % NUM_KEY_SETS])
@@ -133,12 +137,13 @@ class Measured:
             "label": rng.integers(0, 2, num_samples).astype(np.float32),
         }
         batches = [collection.batch(fill.raw_of(collection, self.workload, ids) | rest) for ids in self.ids]
-        step, dense_part = dlrm.step_of(collection), dlrm.init_on_mesh(collection, self.workload.dim)
+        dense_part = dlrm.init_on_mesh(collection, self.workload.dim)
         programs = {"pipelined": LookAhead(), "exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
         for program, ahead in programs.items():
-            pairs = iter(Pipeline(Packed(collection), itertools.cycle(batches), ahead=ahead, prefetch=0))
+            pipeline = Pipeline(Packed(collection), itertools.cycle(batches), ahead=ahead, prefetch=0)
+            pairs, step = iter(pipeline), dlrm.step_of(collection, pipeline.jit)
 
-            def run(state: jaxsok.State, pair: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
+            def run(state: jaxsok.State, pair: Any, step: Callable = step) -> tuple[jaxsok.State, jaxsok.Stats]:
                 nonlocal dense_part
                 batch, plan = pair
                 (state, *dense_part), (_, stats) = step((state, *dense_part), plan, batch["dense"], batch["label"])

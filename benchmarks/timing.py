@@ -176,7 +176,7 @@ class Step:
           donates: whether it takes its carry's buffers and returns a new carry.
           is_compiled: the function dispatches programs of its own, and is left as it is.
         """
-        self.donates = donates
+        self.function, self.donates = function, donates
 
         def unroll(carry, all_inputs):
             all_outputs = []

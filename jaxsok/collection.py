@@ -239,14 +239,9 @@ class Collection:
         return self._steps.call("plan", *self._checked_for_plan(features, send_capacity))
 
     @annotations.annotate("jaxsok.plan")
-    def plan_with_loads(
-        self, features: Features, send_capacity: Sequence[int], *, after: Any = ()
-    ) -> tuple[Plan, Loads]:
-        """Does `plan` on a mesh for a pipeline: also gives `plan.asked[s].load` by store, to be read by the host.
-
-        In a larger program these go to the host once the arrays `after` are there.
-        """
-        return self._steps.plan_with_loads(*self._checked_for_plan(features, send_capacity), after)
+    def plan_with_loads(self, features: Features, send_capacity: Sequence[int]) -> tuple[Plan, Loads]:
+        """Does `plan` on a mesh for a pipeline: also gives `plan.asked[s].load` by store, to be read by the host."""
+        return self._steps.plan_with_loads(*self._checked_for_plan(features, send_capacity))
 
     def _checked_for_plan(self, features: Features, send_capacity: Any) -> tuple[Features, Any]:
         """Returns the checked arguments of `plan`, with capacities that can be hashed."""

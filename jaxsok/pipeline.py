@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax import lax
 
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
@@ -60,8 +61,8 @@ class Planner(Protocol):
         """Makes keys distinct and sends them to their owners."""
         ...
 
-    def plan_with_loads(self, features: Features, send_capacity: Any, *, after: Any = ()) -> tuple[Plan, Loads]:
-        """Does `plan` on a mesh, and gives the loads for the host; within a program once `after` is there."""
+    def plan_with_loads(self, features: Features, send_capacity: Any) -> tuple[Plan, Loads]:
+        """Does `plan` on a mesh, and gives the loads for the host."""
         ...
 
 
@@ -452,7 +453,10 @@ def step_with_plan(step: Callable, collection: Planner, capacities: tuple[int, .
 
     def step_and_plan(features: Features, /, *args: Any, **kwargs: Any) -> tuple[Any, Plan, Loads]:
         results = step(*args, **kwargs)
-        plan, loads = collection.plan_with_loads(features, capacities, after=results)
+        # One after the other: XLA's CPU client may block where many collectives are under way, and the copy of the
+        # loads to the host, which ends a CUDA graph, has to come last.
+        features, _ = lax.optimization_barrier((features, results))
+        plan, loads = collection.plan_with_loads(features, capacities)
         # The features do not pass through the program: its results would be copies.
         return results, dataclasses.replace(plan, features=NO_FEATURES), loads
 

@@ -266,14 +266,9 @@ class Steps:
             return dataclasses.replace(plan, features=features)
         return _run_on_shards(self, name, *args)
 
-    def plan_with_loads(
-        self, features: Features, send_capacities: tuple[int, ...], after: Any = ()
-    ) -> tuple[Plan, Loads]:
-        """Plans on a mesh; also returns the load of each store that has features, where the host reads it cheaply.
-
-        Within a program, loads go to the host when the arrays `after` are there.
-        """
-        plan, loads = _plan_on_shards(self, features, send_capacities, True, after)
+    def plan_with_loads(self, features: Features, send_capacities: tuple[int, ...]) -> tuple[Plan, Loads]:
+        """Plans on a mesh; also returns the load of each store that has features, where the host reads it cheaply."""
+        plan, loads = _plan_on_shards(self, features, send_capacities, True)
         return dataclasses.replace(plan, features=features), loads
 
 
@@ -312,7 +307,7 @@ def _run_on_shards(steps: Steps, name: str, state: State, *args: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _plan_on_shards(
-    steps: Steps, features: Features, send_capacities: tuple[int, ...] | None, with_loads: bool, after: Any = ()
+    steps: Steps, features: Features, send_capacities: tuple[int, ...] | None, with_loads: bool
 ) -> tuple[Plan, Loads]:
     """Returns a plan without its features, and its loads if asked; on GPUs they lie in pinned memory of the host.
 
@@ -329,5 +324,5 @@ def _plan_on_shards(
     assert isinstance(steps.shards, MeshShards)
     loads = tuple(asked and asked.load for asked in not_none(plan.asked))
     # A copy to the host ends a CUDA graph, so it comes last.
-    loads, _ = lax.optimization_barrier((loads, (plan, after)))
+    loads, _ = lax.optimization_barrier((loads, plan))
     return plan, steps.shards.to_host(loads)
