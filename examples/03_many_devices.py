@@ -28,11 +28,12 @@ tables = [
 features = [jaxsok.FeatureSpec("user", table="user"), jaxsok.FeatureSpec("day", table="day")]
 
 
-def make_step(collection):
+def make_step(collection, pipeline):
     def loss_fn(embeddings, rating):
         return jnp.mean(((embeddings["user"] + embeddings["day"]).sum(axis=1) - rating) ** 2)  # over the whole batch
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    # On a mesh this program also plans a later batch: its keys travel while earlier steps run.
+    @functools.partial(pipeline.jit, donate_argnums=0)
     def step(state, batch, plan):
         embeddings, state, plan = collection.lookup(state, plan)
         loss, gradients = jax.value_and_grad(loss_fn)(embeddings, batch["rating"])
@@ -44,10 +45,9 @@ def make_step(collection):
 
 def train(collection):
     """Trains on the same batches, whatever the mesh."""
-    state = collection.init(seed=0)
-    step = make_step(collection)
-    # The keys of the coming batch travel during the present step.
-    for batch, plan in collection.pipeline(clicks()):
+    state, pipeline = collection.init(seed=0), collection.pipeline(clicks())
+    step = make_step(collection, pipeline)
+    for batch, plan in pipeline:
         state = collection.grow(state, batch)
         state, loss, stats = step(state, batch, plan)
         stats.check()

@@ -153,12 +153,11 @@ def log_loss(params: nnx.State, embeddings: dict[str, jax.Array], batch: Any, gr
 
 
 def make_step(collection: jaxsok.Collection, graphdef: nnx.GraphDef, tx: optax.GradientTransformation) -> Callable:
-    """Compiles a step: look up, differentiate, update tables and dense part. State and parameters are donated.
+    """Makes a step: look up, differentiate, update tables and dense part.
 
     On many devices nothing here changes: the loss is a mean over the whole batch, so gradients are those of one device.
     """
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(state, params, opt_state, batch, plan):
         embeddings, state, plan = collection.lookup(state, plan)
         loss, (params_gradient, embeddings_gradient) = jax.value_and_grad(log_loss, (0, 1))(
@@ -215,7 +214,7 @@ def train(
         held_out = data.Batches(source, config.batch_size, start=num_trained, stop=num_rows, drop_remainder=False)
     graphdef, params = nnx.split(model)
     dense = collection.shards.replicate((params, tx.init(params)))
-    step = collection.ahead(make_step(collection, graphdef, tx))  # growth finds its program compiled
+    step = make_step(collection, graphdef, tx)
     checkpoints = training.Checkpoints(
         config.checkpoint_dir, config.checkpoint_every, training.settings_of(config, FREE)
     )

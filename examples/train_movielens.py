@@ -220,8 +220,6 @@ def train_dynamic(
     tx = optax.adam(config.dense_learning_rate)
     dense = collection.shards.replicate((params, tx.init(params)))
 
-    @collection.ahead  # growth finds its program compiled
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(state, params, opt_state, batch, plan):
         embeddings, state, plan = collection.lookup(state, plan)
         loss, (params_gradient, embeddings_gradient) = jax.value_and_grad(log_loss, (0, 1))(

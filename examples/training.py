@@ -386,7 +386,8 @@ def fit(
 
     Args:
       collection: the declared tables.
-      step: (state, params, opt_state, batch, plan) to (state, params, opt_state, loss, stats); the first three donated.
+      step: (state, params, opt_state, batch, plan) to (state, params, opt_state, loss, stats); it is compiled here, and
+        the first three are donated.
       init: makes the first state of the tables, where there is no interrupted run.
       dense: parameters, and the state of their optimizer.
       iterator: raw batches; its state can be saved and set.
@@ -405,8 +406,13 @@ def fit(
         state, (params, opt_state) = saved.tables, saved.dense
         iterator.set_state(saved.data)
         history.restore(saved.curves)
+
+    def compile_ahead(step: Callable, **options: Any) -> Callable:
+        return collection.ahead(jax.jit(step, **options))  # growth finds its program compiled
+
     with history, CtrlC() as ctrl_c:
         pipeline = collection.pipeline(iterator, pad_to=pad_to, lookahead=lookahead, staleness=staleness)
+        step = pipeline.jit(step, jit=compile_ahead, donate_argnums=(0, 1, 2))  # on a mesh it also plans a later batch
         is_stopped, coming = False, range(1, max(lookahead, staleness) + 1)
         for batch, plan in pipeline:
             if is_stopped or any(checkpoints.is_due(history.num_steps + i) for i in coming):

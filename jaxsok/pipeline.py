@@ -199,13 +199,18 @@ class Pipeline:
           TypeError: for these two options; a step of them is jitted without the pipeline.
 
         Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
           >>> pipeline = collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3))
-          >>> @functools.partial(pipeline.jit, donate_argnums=0)
-          ... def step(state, plan):
+          >>> def step(state, plan):
           ...     embeddings, state, plan = collection.lookup(state, plan)
           ...     return collection.update(state, plan, embeddings)
+          >>> step, state = pipeline.jit(step, donate_argnums=0), collection.init(seed=0)
           >>> for batch, plan in pipeline:
           ...     state, stats = step(state, plan)
+          >>> collection.num_rows(state)
+          {'item': 6}
         """
         if refused := sorted({"in_shardings", "out_shardings"} & set(options)):
             raise TypeError(
