@@ -28,6 +28,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -38,7 +39,7 @@ from jaxsok.features import NO_FEATURES, Batch, Features
 from jaxsok.growth import GrowthTracker
 from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
-from jaxsok.settings import current_settings, in_settings
+from jaxsok.settings import current_settings, in_settings, mesh_of_thread
 from jaxsok.shards import Shards, view_on_host
 from jaxsok.specs import StoreSpec
 
@@ -184,8 +185,10 @@ class Pipeline:
         where a step takes about a millisecond (docs/results/many_gpus.md). Results have the bits of `jax.jit`. On one
         device it is `jax.jit`.
 
-        Call the result once for each batch, as the loop hands it out. A batch that is not stepped, or one whose shapes
-        differ from those of the batch three later, has that plan made by a program of its own.
+        Call the result once for each batch, as the loop hands it out. Where a batch is not stepped, that plan is made
+        by a program of its own; so it is for a batch whose shapes differ from those of the one three later, whose step
+        is then compiled once more, without a plan. The step of another pipeline is another program: for several
+        epochs, repeat the reader, as `Batches.repeat` does.
 
         Args:
           step: the function of a step. It may take and return anything.
@@ -230,11 +233,13 @@ class Pipeline:
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
             left, form = self._left, self._handed_out
-            if form is None or (left is not None and left[1].structure != form.structure):
+            is_traced = mesh_of_thread() is None  # within another program there is nothing to plan
+            if form is None or is_traced or (left is not None and left[1].structure != form.structure):
                 return alone(*args, **kwargs)
-            # With nothing to plan, it plans its own batch again, in vain: that costs less than to compile without.
             taken = left if left is not None and left[1].capacities == form.capacities else None
-            features = form.features if taken is None else taken[1].features
+            # With nothing to plan, it plans its own batch again, in vain: that costs less than to compile without. It
+            # takes a copy, since the step may be given the memory of its own plan.
+            features = jax.tree.map(jnp.copy, form.features) if taken is None else taken[1].features
             results, plan, loads = program_of(form.capacities)(features, *args, **kwargs)
             if taken is not None:
                 self._left = None
@@ -271,7 +276,7 @@ class Pipeline:
                 self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
-            self._is_read = True
+            self._is_read, self._handed_out = True, None
             ended = [packed for packed in self._packed if packed.exception() or packed.result()]
             self._packed.clear()
             self._packed.extend(ended)

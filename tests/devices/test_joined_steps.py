@@ -162,6 +162,37 @@ def test_a_step_that_fails_leaves_its_plan_to_the_pipeline():
     programs.assert_same_state(state, wanted, index=False)
 
 
+def test_a_step_may_be_given_the_memory_of_its_plan():
+    """The program that has nothing left to plan does not read what it was given."""
+    raws, declared = [bags_of_three(step) for step in range(7)], rectangular()
+
+    def step(state, plan):
+        _, state, plan = declared.lookup(state, plan)
+        state, stats = declared.update(state, plan, GRADIENTS)
+        return state, plan, stats
+
+    state, pipeline = declared.init(seed=3), declared.pipeline(raws)
+    program = pipeline.jit(step, donate_argnums=(0, 1))
+    for _, plan in pipeline:
+        state, _, stats = program(state, plan)
+        stats.check()
+    wanted, _, _ = train(declared, raws, False)
+    programs.assert_same_state(state, wanted, index=False)
+
+
+def test_within_another_trace_nothing_is_planned():
+    raws, declared, shapes = [bags_of_three(step) for step in range(7)], rectangular(), []
+    state, pipeline = declared.init(seed=3), declared.pipeline(raws)
+    step = pipeline.jit(step_of(declared, []), donate_argnums=0)
+    for _, plan in pipeline:
+        shapes.append(jax.eval_shape(step, state, plan))
+        state, _, stats = step(state, plan)
+        stats.check()
+    wanted, _, _ = train(declared, raws, False)
+    assert len(shapes) == len(raws)
+    programs.assert_same_state(state, wanted, index=False)
+
+
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_it_takes_the_options_of_jit(num_shards):
     """Arguments are donated and static by number and by name, and others may follow; so with `Collection.ahead`."""
