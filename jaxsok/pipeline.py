@@ -35,7 +35,7 @@ from jax import lax
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
-from jaxsok.features import NO_FEATURES, Batch, Features
+from jaxsok.features import NO_FEATURES, Batch, FeatureLayout, Features
 from jaxsok.growth import GrowthTracker
 from jaxsok.pack import Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
@@ -81,19 +81,28 @@ class LookAhead:
         return self.num_batches and max(self.num_batches, self.micro_batches)
 
 
-class _Form(NamedTuple):
-    """What the program that plans a batch depends on, and its features."""
+class _Sizes(NamedTuple):
+    """What follows from the layouts of a batch, which are the same objects in batches of one form."""
 
-    features: Features
+    layouts: tuple[tuple[FeatureLayout, ...], ...]
+    """Those of each store."""
+    default_capacities: list[int]
+    most_capacities: list[int]
+    """The largest send capacity of each store."""
+
+
+@dataclasses.dataclass
+class _Coming:
+    """A batch on the devices, and its plan as soon as a program makes it."""
+
+    batch: Batch
     structure: tuple
-    """The structure of the features, and the shape and dtype of each array."""
+    """The structure of its features, and the shape and dtype of each array."""
+    sizes: _Sizes
     capacities: tuple[int, ...]
-    """The send capacity of each store."""
-
-    @classmethod
-    def of(cls, features: Features, capacities: Iterable[int]) -> "_Form":
-        leaves, structure = jax.tree.flatten(features)
-        return cls(features, (structure, [(leaf.shape, leaf.dtype) for leaf in leaves]), tuple(capacities))
+    """The send capacity of each store, which the program of its plan is compiled for."""
+    plan: Plan | None = None
+    loads: Loads = ()
 
 
 _Read = tuple[Packing, Any] | None
@@ -156,16 +165,17 @@ class Pipeline:
         self._packed: deque[concurrent.futures.Future[_Read] | _Stages] = deque()
         # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
         # After a loop that breaks off a second one goes on with them.
-        self._under_way: deque[tuple[Batch, Plan, Loads]] = deque()
-        self._ready: deque[tuple[Batch, Plan]] = deque()
+        self._under_way: deque[_Coming] = deque()
+        self._ready: deque[_Coming] = deque()
         self._states: deque[Any] = deque()
         self._num_handed_out = 0
         self._state = self._state_of_batches()
         self._is_read = False  # nothing is read any more: there is no more, or reading failed, or the loop is over
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
         self._joins = False  # steps made by `jit` plan later batches
-        self._left: tuple[Batch, _Form] | None = None  # the last batch read, whose plan is left to the next such step
-        self._handed_out: _Form | None = None  # of the plan handed out last; None: it needs rounds
+        self._left: _Coming | None = None  # the last batch read, whose plan is left to the next such step
+        self._handed_out: _Coming | None = None  # None: its plan needs rounds
+        self._sizes = _Sizes((), [], [])  # of the batch read last
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
@@ -232,18 +242,18 @@ class Pipeline:
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            left, form = self._left, self._handed_out
+            left, current = self._left, self._handed_out
             is_traced = mesh_of_thread() is None  # within another program there is nothing to plan
-            if form is None or is_traced or (left is not None and left[1].structure != form.structure):
+            if current is None or is_traced or (left is not None and left.structure != current.structure):
                 return alone(*args, **kwargs)
-            taken = left if left is not None and left[1].capacities == form.capacities else None
+            taken = left if left is not None and left.capacities == current.capacities else None
             # With nothing to plan, it plans its own batch again, in vain: that costs less than to compile without. It
             # takes a copy, since the step may be given the memory of its own plan.
-            features = jax.tree.map(jnp.copy, form.features) if taken is None else taken[1].features
-            results, plan, loads = program_of(form.capacities)(features, *args, **kwargs)
+            features = taken.batch.features if taken is not None else jax.tree.map(jnp.copy, current.batch.features)
+            results, plan, loads = program_of(current.capacities)(features, *args, **kwargs)
             if taken is not None:
-                self._left = None
-                self._under_way.append((taken[0], dataclasses.replace(plan, features=features), loads))
+                taken.plan, taken.loads, self._left = dataclasses.replace(plan, features=features), loads, None
+                self._under_way.append(taken)
             return results
 
         return call
@@ -268,11 +278,11 @@ class Pipeline:
             while ready:
                 self._make_ready(1 + self._ahead.reach)
                 self._pack(self._prefetch or PACKED_AHEAD)
-                batch, plan = ready.popleft()
-                plan = self._with_following(batch, plan)
+                coming = ready.popleft()
+                plan = self._with_following(coming.batch, not_none(coming.plan))
                 self._state = self._states.popleft()
-                self._handed_out = self._form_of(plan) if self._joins else None
-                yield batch, plan
+                self._handed_out = coming if self._joins and _is_in_one_round(plan) else None
+                yield coming.batch, plan
                 self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
@@ -297,9 +307,10 @@ class Pipeline:
                 self._dispatch_next(is_planned)
             if not under_way:
                 return
-            batch, plan, loads = under_way.popleft()
-            # Before the next batch is planned, since this one's counts choose its capacities.
-            self._ready.append((batch, self._check(batch, plan, loads) if is_planned else plan))
+            coming = under_way.popleft()
+            if is_planned:  # before the next batch is planned, since this one's counts choose its capacities
+                self._check(coming)
+            self._ready.append(coming)
             while len(under_way) + (self._left is not None) < num_under_way:
                 self._plan_left()
                 is_left = self._joins and len(under_way) + 1 == num_under_way
@@ -311,8 +322,8 @@ class Pipeline:
         self._num_handed_out += 1
         if not self._ahead.num_batches:
             return plan
-        coming = tuple(ready.features for ready, _ in itertools.islice(self._ready, self._ahead.reach))
-        following = [ready_plan for _, ready_plan in itertools.islice(self._ready, self._ahead.num_batches)]
+        coming = tuple(ready.batch.features for ready in itertools.islice(self._ready, self._ahead.reach))
+        following = [not_none(ready.plan) for ready in itertools.islice(self._ready, self._ahead.num_batches)]
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(itertools.takewhile(_is_in_one_round, following))
         handed_out = [pair for pair in self._collection.growth.following if pair[0]() is not None]
@@ -373,62 +384,63 @@ class Pipeline:
         packing, state = found
         self._states.append(state)
         batch = self._collection.packer.finish(packing)
-        self._collection.growth.record_features([batch.features])
+        sizes = self._sizes_of(batch.features)
+        leaves, structure = jax.tree.flatten(batch.features)
+        structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if not is_planned:
-            self._under_way.append((batch, Plan(batch.features), ()))
+            self._under_way.append(_Coming(batch, structure, sizes, (), Plan(batch.features)))
             return True
-        sizes = [  # the capacities that served last
-            default_send_capacity(spec, part) if size is None else size
-            for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)
+        capacities = [  # those that served last
+            default if size is None else size
+            for default, size in zip(sizes.default_capacities, self._next, strict=True)
         ]
-        self._left = batch, _Form.of(batch.features, sizes)
+        self._left = _Coming(batch, structure, sizes, tuple(capacities))
         if not is_left:
             self._plan_left()
         return True
 
+    def _sizes_of(self, features: Features) -> _Sizes:
+        layouts = tuple(part.layouts for part in features.stores)
+        if layouts != self._sizes.layouts:
+            pairs = list(zip(self._collection.stores, features.stores, strict=True))
+            default = [default_send_capacity(*pair) for pair in pairs]
+            self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])
+            self._collection.growth.record_features([features])
+        return self._sizes
+
     def _plan_left(self) -> None:
         """Plans the batch whose plan was left to a step, if no step has made it."""
-        if self._left is not None:
-            (batch, form), self._left = self._left, None
-            self._under_way.append((batch, *self._collection.plan_with_loads(batch.features, form.capacities)))
+        if (coming := self._left) is not None:
+            self._left = None
+            self._plan(coming, coming.capacities)
+            self._under_way.append(coming)
 
-    def _form_of(self, plan: Plan) -> _Form | None:
-        """Returns the form of a plan of one round."""
-        if not _is_in_one_round(plan):
-            return None
-        sizes = [
-            default_send_capacity(spec, part) if asked is None else asked.send_capacity
-            for spec, part, asked in zip(
-                self._collection.stores, plan.features.stores, not_none(plan.asked), strict=True
-            )
-        ]
-        return _Form.of(plan.features, sizes)
+    def _plan(self, coming: _Coming, capacities: Sequence[int]) -> None:
+        coming.capacities = tuple(capacities)
+        coming.plan, coming.loads = self._collection.plan_with_loads(coming.batch.features, coming.capacities)
 
     @annotate("jaxsok.pipeline")
-    def _check(self, batch: Batch, plan: Plan, loads: Loads) -> Plan:
-        """Returns a plan whose capacities suffice, and chooses the capacities of the next one."""
-        sizes, is_short, is_first, is_too_skewed = [], False, False, False
-        for s, (asked, load) in enumerate(zip(not_none(plan.asked), loads, strict=True)):
+    def _check(self, coming: _Coming) -> None:
+        """Plans a batch again if its capacities do not suffice, and chooses the capacities of the next one."""
+        capacities = list(coming.capacities)
+        is_short, is_first, is_too_skewed = False, False, False
+        for s, (asked, load) in enumerate(zip(not_none(not_none(coming.plan).asked), coming.loads, strict=True)):
             if asked is None or load is None:
-                sizes.append(1)
                 continue
             most_sent, most_received = view_on_host(load.addressable_data(0))[0].tolist()  # all parts are equal
             if not self._collection.stores[s].sends_bags:  # uses repeat keys; `batch` has counted them
                 self._collection.growth.record_batch(s, most_received)
             is_first = is_first or self._next[s] is None
-            most = most_send_capacity(self._collection.stores[s], batch.features.stores[s])
+            most = coming.sizes.most_capacities[s]
             is_too_skewed = is_too_skewed or most_sent > most
-            size = min(self._choose(s, most_sent), most) if most_sent <= most else most
+            self._next[s] = capacities[s] = min(self._choose(s, most_sent), most) if most_sent <= most else most
             is_short = is_short or asked.send_capacity < most_sent
-            self._next[s] = size
-            sizes.append(size)
         if is_too_skewed:  # one round would take the memory of several batches
             self.num_replanned += 1
-            return self._collection.plan(batch.features)
-        if is_short or is_first:
+            coming.plan = self._collection.plan(coming.batch.features)
+        elif is_short or is_first:
             self.num_replanned += is_short
-            plan, _ = self._collection.plan_with_loads(batch.features, sizes)  # the program that plans later batches
-        return plan
+            self._plan(coming, capacities)  # by the program that plans later batches
 
     def _choose(self, s: int, load: int) -> int:
         """Chooses a capacity for a load: one in use that is not much too large, or a new one."""

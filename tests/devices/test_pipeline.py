@@ -339,6 +339,21 @@ def test_a_step_compiles_once_for_each_combination_of_capacities():
     assert step._cache_size() == len(combinations)
 
 
+def test_the_program_that_plans_a_batch_again_plans_later_ones(monkeypatch):
+    """Also where a store has no features, whose capacity means nothing, but is an option of the program."""
+    declared, asked = collection(), []
+    plan = type(declared).plan_with_loads
+
+    def recording(self, features, send_capacity):
+        asked.append(tuple(send_capacity))
+        return plan(self, features, send_capacity)
+
+    monkeypatch.setattr(type(declared), "plan_with_loads", recording)
+    assert len(list(declared.pipeline([even(0)] * 4))) == 4
+    first, again, *later = asked
+    assert first != again and set(later) == {again}
+
+
 @pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_what_threads_refuse_is_raised_in_its_turn(num_shards, prefetch):
