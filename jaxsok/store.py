@@ -45,6 +45,8 @@ class Slab(NamedTuple):
     """None or one."""
     places: tuple[Array, ...]
     """One array if rows lie in host memory."""
+    homes: tuple[Array, ...]
+    """Likewise."""
 
 
 @jax.tree_util.register_dataclass
@@ -211,7 +213,7 @@ def _bytes_of_numbers(spec: StoreSpec) -> dict[str, int]:
 
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
     """Returns the bytes of one row in the slabs on the device, by their content."""
-    numbers = _bytes_of_numbers(spec) if spec.memory is None else {"places": 4}
+    numbers = _bytes_of_numbers(spec) if spec.memory is None else {"places": 12}
     return (
         numbers | {"records": 4 * RECORD_WORDS} | ({"statistics": 4 * NUM_STATISTICS} if spec.keeps_statistics else {})
     )
@@ -227,8 +229,9 @@ def new_slab(spec: StoreSpec, size: int) -> Slab:
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
     statistics = (jnp.zeros((size, NUM_STATISTICS), jnp.uint32),) if spec.keeps_statistics else ()
     if spec.memory is not None:
-        return Slab((), records, (), statistics, (jnp.full((size, 1), np.uint32(FRESH)),))
-    return Slab((jnp.zeros((size, spec.dim), spec.dtype),), records, _initial_states(spec, size), statistics, ())
+        homes = jnp.zeros((size, 2), jnp.uint32)
+        return Slab((), records, (), statistics, (jnp.full((size, 1), np.uint32(FRESH)),), (homes,))
+    return Slab((jnp.zeros((size, spec.dim), spec.dtype),), records, _initial_states(spec, size), statistics, (), ())
 
 
 def _initial_states(spec: StoreSpec, size: int) -> tuple[Array, ...]:
@@ -243,6 +246,7 @@ def first_slab(store: StoreState) -> Slab:
         tuple(slabs[0] for slabs in store.states),
         store.statistics[:1],
         store.tier[0].places[:1] if store.tier else (),
+        store.tier[0].homes[:1] if store.tier else (),
     )
 
 
@@ -254,7 +258,10 @@ def with_slab(store: StoreState, slab: Slab) -> StoreState:
         records=(*store.records, slab.records),
         states=tuple((*slabs, new) for slabs, new in zip(store.states, slab.states, strict=True)),
         statistics=(*store.statistics, *slab.statistics),
-        tier=tuple(dataclasses.replace(tier, places=(*tier.places, *slab.places)) for tier in store.tier),
+        tier=tuple(
+            dataclasses.replace(tier, places=(*tier.places, *slab.places), homes=(*tier.homes, *slab.homes))
+            for tier in store.tier
+        ),
     )
 
 
@@ -297,14 +304,15 @@ def init_store(spec: StoreSpec, salt: UInt32[Array, "2"]) -> StoreState:
         else (),
         bloom=(jnp.zeros(num_shards * bloom_words(spec), jnp.uint32),) if bloom_words(spec) else (),
         table_evicted=(jnp.zeros(num_shards * len(spec.tables), jnp.uint32),) if spec.tables[0].eviction else (),
-        tier=(_new_tier(spec, slab.places),) if spec.memory is not None else (),
+        tier=(_new_tier(spec, slab),) if spec.memory is not None else (),
     )
 
 
-def _new_tier(spec: StoreSpec, places: tuple[Array, ...]) -> Tier:
+def _new_tier(spec: StoreSpec, slab: Slab) -> Tier:
     num_lines = spec.num_shards * _num_lines(spec)
     return Tier(
-        places=places,
+        places=slab.places,
+        homes=slab.homes,
         rows=jnp.zeros((num_lines, spec.dim), spec.dtype),
         states=_initial_states(spec, num_lines),
         owners=jnp.full((num_lines, RECORD_WORDS), np.uint32(0xFFFFFFFF)),

@@ -27,6 +27,11 @@ class TierReader {
                                     [&](int s, const Array& slab) { tier_.places.data[s] = slab.as<uint32_t>(); });
     call_.Require(words == 1, "places", "got ", words, " words a row, wanted 1");
   }
+  void ReadHomes() {
+    const int64_t words = ReadSlabs("homes", ffi::U32, changes_,
+                                    [&](int s, const Array& slab) { tier_.homes.data[s] = slab.as<uint32_t>(); });
+    call_.Require(words == 2, "homes", "got ", words, " words a row, wanted 2");
+  }
   void ReadRecords() {
     const int64_t words = ReadSlabs("records", ffi::U32, false,
                                     [&](int s, const Array& slab) { tier_.records.data[s] = slab.as<Record>(); });
@@ -145,6 +150,7 @@ void RequireStaged(Call& call, const TierView& tier, int64_t wanted) {
 struct Bringing {
   Bringing(Call& call, bool is_ahead) : reader(call, true) {
     reader.ReadPlaces();
+    reader.ReadHomes();
     reader.ReadOwners();
     reader.ReadClocks();
     reader.ReadRecords();
@@ -253,6 +259,7 @@ ffi::Error Wait(Call& call) {
 ffi::Error Peek(Call& call) {
   TierReader reader(call, false);
   reader.ReadPlaces();
+  reader.ReadHomes();
   reader.ReadRows();
   reader.ReadHost(false);
   reader.ReadRecords();

@@ -2,6 +2,7 @@
 //
 //   host     uint8[capacity][host_bytes]  slabs: what a row owns in one piece: its numbers, then its optimizer state
 //   places   uint32[capacity]             slabs: the slot of a row, or kFresh, or in host memory with its last use
+//   homes    uint32[capacity][2]          slabs: which record is whose; see RecordOf
 //   rows     RowDtype[num_slots][dim]     the rows in the cache, by slot
 //   states   float[num_slots][1|dim]      their optimizer state, an array for each piece
 //   owners   Record[num_slots]            whose row a slot holds; free_id is its row id, kNoRow: the slot is free
@@ -29,6 +30,10 @@
 // Ahead of a call, the rows that it will bring may be read, and those that it will evict may be written, while other
 // work runs. Both are only hints. What is read ahead goes to memory that the library owns (host_memory.h), and is valid
 // if no row was moved since; what is written ahead goes to records of rows that are in the cache, which no call reads.
+//
+// Each row has a record of host memory, its own at first. The record of a row that is fresh or in the cache has no
+// content, so two such rows may exchange their records. A row that leaves takes a record near that of the row that
+// comes in its place: the link then translates one address for both (decision 0036).
 #ifndef JAXSOK_KERNELS_TIER_H_
 #define JAXSOK_KERNELS_TIER_H_
 
@@ -137,6 +142,14 @@ constexpr int64_t kMostAhead = 1 << 16;
 constexpr int64_t kMostBytesAhead = 64 << 20;
 constexpr int64_t MostAhead(int64_t host_bytes) { return std::min(kMostAhead, kMostBytesAhead / host_bytes); }
 
+/// The bytes of host memory that the link translates at once, and the records that begin in them.
+constexpr int64_t kPageBytes = 64 << 10;
+struct RecordRange {
+  uint32_t begin, end;
+};
+// Of a record's second word in homes: it has content, as far as calls have noted; the others mostly have none.
+constexpr uint32_t kIsFull = uint32_t{1} << 31;
+
 /// A row that the next call will bring, the slot that it will take, and its priority there.
 struct alignas(16) Foreseen {
   uint32_t row_id;
@@ -157,6 +170,7 @@ struct TierView {
   Slabs<uint8_t> host;
   int64_t host_bytes;
   Slabs<uint32_t> places;
+  Slabs<uint32_t> homes;
 
   RowDtype row_dtype;
   int32_t dim;
@@ -195,8 +209,41 @@ struct TierView {
   JAXSOK_HOST_DEVICE Record* OwnerAt(uint32_t slot) const {
     return IsStaged(slot) ? staged_owners + (slot - num_lines) : owners + slot;
   }
-  JAXSOK_HOST_DEVICE char* HostAt(uint32_t row_id) const {
-    return reinterpret_cast<char*>(host.At(starts, row_id, host_bytes));
+  JAXSOK_HOST_DEVICE char* HostAt(uint32_t record) const {
+    return reinterpret_cast<char*>(host.At(starts, record, host_bytes));
+  }
+  /// Returns the record of a row. Zeros stand for a row's own record, so new slabs need no other initial content.
+  JAXSOK_HOST_DEVICE uint32_t RecordOf(uint32_t row_id) const {
+    const uint32_t record = row_id + *homes.At(starts, row_id, 2);
+    return record < capacity ? record : row_id;  // the latter only in an invalid state
+  }
+  JAXSOK_HOST_DEVICE uint32_t* TenantAt(uint32_t record) const { return homes.At(starts, record, 2) + 1; }
+  /// Returns the row whose record this is, by the word at TenantAt.
+  JAXSOK_HOST_DEVICE uint32_t RowOf(uint32_t record, uint32_t tenant) const {
+    const uint32_t row_id = (record + tenant) & ~kIsFull;
+    return row_id < capacity ? row_id : record;
+  }
+  JAXSOK_HOST_DEVICE static uint32_t TenantOf(uint32_t record, uint32_t row_id) { return (row_id - record) & ~kIsFull; }
+  JAXSOK_HOST_DEVICE void SetHome(uint32_t row_id, uint32_t record) const {
+    *homes.At(starts, row_id, 2) = record - row_id;
+  }
+  /// Notes whose record it is, and whether it has content.
+  JAXSOK_HOST_DEVICE void NoteContent(uint32_t row_id, uint32_t record, bool is_full) const {
+    *TenantAt(record) = TenantOf(record, row_id) | (is_full ? kIsFull : 0);
+  }
+  /// Returns the records of the page in which a record begins.
+  JAXSOK_HOST_DEVICE RecordRange PageOf(uint32_t record) const {
+    const int slab = starts.SlabOf(record);
+    const uint32_t first = starts.start[slab], end = slab + 1 < starts.num_slabs ? starts.start[slab + 1] : capacity;
+    const int64_t page = (record - first) * host_bytes / kPageBytes;
+    const int64_t begin = (page * kPageBytes + host_bytes - 1) / host_bytes;
+    const int64_t next = ((page + 1) * kPageBytes + host_bytes - 1) / host_bytes;
+    return {first + static_cast<uint32_t>(begin), static_cast<uint32_t>(next < end - first ? first + next : end)};
+  }
+  /// Returns whether a row's record has no content, and the row does not wait to be written to it.
+  JAXSOK_HOST_DEVICE bool MayExchange(uint32_t row_id) const {
+    const uint32_t place = *PlaceAt(row_id);
+    return place == kFresh || (place < num_slots && priority[place] != kMarked);
   }
   JAXSOK_HOST_DEVICE uint32_t* PlaceAt(uint32_t row_id) const { return places.At(starts, row_id, 1); }
   /// Returns whether a row is in use; stale plans name released rows, whose places are fresh.
@@ -240,8 +287,8 @@ struct TierView {
 struct alignas(16) Move {
   uint32_t slot;  // the slot that it leaves or comes to; for a row that is read ahead, its rank
   uint32_t row_id;
-  uint32_t is_fresh;  // for a coming row: it is initialized
-  uint32_t ahead;     // for a coming row: its rank among the rows read ahead, or kNoRow
+  uint32_t record;  // its record of host memory; kNoRow: a fresh row, which is initialized
+  uint32_t ahead;   // for a coming row: its rank among the rows read ahead, or kNoRow
 };
 static_assert(sizeof(Move) == 16, "four words of a uint32[num_moves, 4]");
 
@@ -297,7 +344,8 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
 ///
 /// Post   : rows of the call that are in the cache count as used now; the list has the rows that would come, with their
 ///          slots; exactly those of these slots whose rows would leave are marked. No slot is listed
-///          whose last use began at most kCallsOfUse calls ago.
+///          whose last use began at most kCallsOfUse calls ago. A row that would leave for one that is read has a
+///          record of the same page, if the page has one without content that no other such row has taken.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                              const Moves& moves, void* workspace);
 

@@ -13,16 +13,16 @@ namespace {
 
 constexpr int64_t kRowsPerTask = 256;
 
-void WriteToHost(const TierView& tier, uint32_t slot, uint32_t row_id) {
-  char* to = tier.HostAt(row_id);
+void WriteToHost(const TierView& tier, uint32_t slot, uint32_t record) {
+  char* to = tier.HostAt(record);
   std::memcpy(to, tier.RowAt(slot), static_cast<size_t>(tier.RowBytes()));
   for (int k = 0; k < tier.states.num_states; ++k) {
     std::memcpy(to + tier.state_begin[k], tier.StateAt(k, slot), tier.states.width[k] * sizeof(float));
   }
 }
 
-void ReadFromHost(const TierView& tier, uint32_t row_id, uint32_t slot) {
-  const char* from = tier.HostAt(row_id);
+void ReadFromHost(const TierView& tier, uint32_t record, uint32_t slot) {
+  const char* from = tier.HostAt(record);
   std::memcpy(tier.RowAt(slot), from, static_cast<size_t>(tier.RowBytes()));
   for (int k = 0; k < tier.states.num_states; ++k) {
     std::memcpy(tier.StateAt(k, slot), from + tier.state_begin[k], tier.states.width[k] * sizeof(float));
@@ -108,6 +108,22 @@ void ChooseSlots(const TierView& tier, bool is_ahead, int64_t num_keys, Workspac
   missing->youngest = youngest;
 }
 
+/// Gives a leaving row a record in the page of another one, if there is one without content.
+void TakeRecordNear(const TierView& tier, uint32_t record, uint32_t leaving) {
+  const RecordRange page = tier.PageOf(record);
+  const uint32_t own = tier.RecordOf(leaving);
+  if (page.begin <= own && own < page.end) return;
+  for (uint32_t near = page.begin; near < page.end; ++near) {
+    const uint32_t tenant = *tier.TenantAt(near), other = tier.RowOf(near, tenant);
+    if ((tenant & kIsFull) != 0 || !tier.MayExchange(other)) continue;
+    tier.SetHome(other, own);
+    tier.NoteContent(other, own, false);
+    tier.SetHome(leaving, near);
+    tier.NoteContent(leaving, near, false);
+    return;
+  }
+}
+
 void Unpin(const TierView& tier, const uint32_t* row_ids, int64_t num_keys) {
   for (int64_t i = 0; i < num_keys; ++i) {
     const uint32_t place = row_ids[i] < tier.capacity ? *tier.PlaceAt(row_ids[i]) : kNoRow;
@@ -130,12 +146,13 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     const bool is_kept = !tier.IsStaged(slot);
     if (is_kept && owner->free_id < tier.capacity) {
       if (!has_ahead || tier.priority[slot] != kMarked) {
-        moves.leaving[moves.counts[kNumLeaving]++] = {slot, owner->free_id, 0, kNoRow};
+        moves.leaving[moves.counts[kNumLeaving]++] = {slot, owner->free_id, tier.RecordOf(owner->free_id), kNoRow};
       }
       *tier.PlaceAt(owner->free_id) = tier.PlaceAfter(slot);
+      tier.NoteContent(owner->free_id, tier.RecordOf(owner->free_id), true);
       ++tier.counters[kTierWritten];
     }
-    moves.coming[moves.counts[kNumComing]++] = {slot, row_id, is_fresh ? 1u : 0u, kNoRow};
+    moves.coming[moves.counts[kNumComing]++] = {slot, row_id, is_fresh ? kNoRow : tier.RecordOf(row_id), kNoRow};
     tier.counters[kTierFetched] += is_fresh ? 0 : 1;
     const Record& record = *tier.records.At(tier.starts, row_id, 1);
     *owner = {record.key, record.table, row_id};
@@ -143,6 +160,7 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     tier.last_use[slot] = now;
     tier.priority[slot] = priority | kPinned;
     *tier.PlaceAt(row_id) = slot;
+    tier.NoteContent(row_id, tier.RecordOf(row_id), false);
   };
   const int64_t num_foreseen = has_ahead ? std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen) : 0;
   for (const Foreseen* at = tier.foreseen; at != tier.foreseen + num_foreseen; ++at) {
@@ -203,11 +221,13 @@ LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_i
     const uint32_t slot = missing.victims[rank], is_fresh = from == kFresh ? 1 : 0;
     tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
     if (is_fresh == 0) {
-      moves.coming[moves.counts[kNumComing]++] = {static_cast<uint32_t>(rank), row_id, 0, kNoRow};
+      moves.coming[moves.counts[kNumComing]++] = {static_cast<uint32_t>(rank), row_id, tier.RecordOf(row_id), kNoRow};
     }
     if (tier.owners[slot].free_id >= tier.capacity) continue;
-    moves.leaving[moves.counts[kNumLeaving]++] = {slot, tier.owners[slot].free_id, 0, kNoRow};
+    const uint32_t leaving = tier.owners[slot].free_id;
     tier.priority[slot] = kMarked;
+    if (is_fresh == 0) TakeRecordNear(tier, tier.RecordOf(row_id), leaving);
+    moves.leaving[moves.counts[kNumLeaving]++] = {slot, leaving, tier.RecordOf(leaving), kNoRow};
   }
   Unpin(tier, row_ids, num_keys);
   if (missing.num_victims != 0) tier.counters[kTierLimit] = static_cast<uint32_t>(missing.youngest);
@@ -223,9 +243,9 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving
   const int64_t num_moves = std::min<int64_t>(counts[kNumLeaving], most_moves);
   RunRanges(stream, num_moves, kRowsPerTask, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
-      const uint32_t row_id = leaving[i].row_id - begin;  // a row of another slab is beyond the capacity
-      if (leaving[i].row_id != kNoRow && row_id < tier.capacity && leaving[i].slot < tier.num_lines) {
-        WriteToHost(tier, leaving[i].slot, row_id);
+      const uint32_t record = leaving[i].record - begin;  // a record of another slab is beyond the capacity
+      if (leaving[i].row_id != kNoRow && record < tier.capacity && leaving[i].slot < tier.num_lines) {
+        WriteToHost(tier, leaving[i].slot, record);
       }
     }
   });
@@ -239,10 +259,10 @@ LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, 
     for (int64_t i = begin; i < end; ++i) {
       const Move& move = coming[i];
       if (move.row_id >= tier.capacity || move.slot >= tier.num_lines + tier.num_staged) continue;
-      if (move.is_fresh != 0) {
+      if (move.record >= tier.capacity) {
         MakeFresh(tier, *tier.OwnerAt(move.slot), move.slot);
       } else {
-        ReadFromHost(tier, move.row_id, move.slot);
+        ReadFromHost(tier, move.record, move.slot);
       }
     }
   });
@@ -271,7 +291,7 @@ LaunchError LaunchPeek(Stream stream, const TierView& tier, const uint32_t* row_
       if (slots[i] != staged) continue;
       const Record& record = *tier.records.At(tier.starts, row_id, 1);
       if (IsInHost(place)) {
-        ReadFromHost(tier, row_id, staged);
+        ReadFromHost(tier, tier.RecordOf(row_id), staged);
       } else {
         MakeFresh(tier, record, staged);
       }

@@ -33,7 +33,7 @@ struct Bringing {
   Moves moves;
   bool is_ahead;
   int64_t most_ahead;
-  int shift;  // of row ids, gives parts of host memory
+  int shift;  // of records, gives parts of host memory
   SlotWindow window;
 
   BringControl* control;
@@ -61,7 +61,7 @@ struct Bringing {
   /// Returns how many foreseen rows fit the list.
   __device__ uint32_t NumListed(uint32_t num) const { return min(num, static_cast<uint32_t>(most_ahead)); }
   __device__ uint32_t PartOf(const Move& move) const {
-    return move.is_fresh != 0 ? kParts + 1 : move.ahead != kNoRow ? kParts : move.row_id >> shift;
+    return move.record == kNoRow ? kParts + 1 : move.ahead != kNoRow ? kParts : move.record >> shift;
   }
   /// Returns whether the position is the first of a missing row.
   __device__ bool IsFirst(int64_t i) const {
@@ -353,9 +353,10 @@ __device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uin
   Record* owner = tier.OwnerAt(slot);
   const bool is_kept = !tier.IsStaged(slot);
   if (is_kept && owner->free_id < tier.capacity) {
-    *leaving = {slot, owner->free_id, 0, kNoRow};
+    *leaving = {slot, owner->free_id, tier.RecordOf(owner->free_id), kNoRow};
     if (tier.priority[slot] == kMarked && b.HasAhead()) leaving->ahead = 0;
     *tier.PlaceAt(owner->free_id) = tier.PlaceAfter(slot);
+    tier.NoteContent(leaving->row_id, leaving->record, true);
   }
   const Record& record = *tier.records.At(tier.starts, row_id, 1);
   *owner = {record.key, record.table, row_id};
@@ -363,6 +364,7 @@ __device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uin
   tier.last_use[slot] = b.tier.Now();
   tier.priority[slot] = priority | kPinned;
   *tier.PlaceAt(row_id) = slot;
+  tier.NoteContent(row_id, tier.RecordOf(row_id), false);
 }
 
 /// Gives the row of a rank its slot. If the row is staged, its positions still find its rank in its place.
@@ -370,7 +372,7 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t
                                       Move* coming) {
   if (rank >= num_victims && rank - num_victims >= b.tier.num_staged) return;  // only in an invalid state
   const uint32_t first = b.missing[rank], slot = b.SlotOfRank(rank, num_victims), from = b.former_place[first];
-  *coming = {slot, b.row_ids[first], from == kFresh ? 1u : 0u, kNoRow};
+  *coming = {slot, b.row_ids[first], from == kFresh ? kNoRow : b.tier.RecordOf(b.row_ids[first]), kNoRow};
   TakeSlot(b, coming->row_id, slot, b.tier.PriorityFrom(from, b.tier.Now()), leaving);
 }
 
@@ -383,9 +385,9 @@ __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32
   if (rank >= min(num_victims, b.NumListed(~0u))) return;
   const uint32_t slot = b.victims[rank], is_fresh = from == kFresh ? 1 : 0;
   tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
-  if (is_fresh == 0) *coming = {rank, row_id, 0, kNoRow};
+  if (is_fresh == 0) *coming = {rank, row_id, tier.RecordOf(row_id), kNoRow};
   if (tier.owners[slot].free_id >= tier.capacity) return;
-  *leaving = {slot, tier.owners[slot].free_id, 0, kNoRow};
+  *leaving = {slot, tier.owners[slot].free_id, tier.RecordOf(tier.owners[slot].free_id), kNoRow};
   tier.priority[slot] = kMarked;
 }
 
@@ -407,10 +409,10 @@ struct MovedRows {
 /// Counts the moves of a row, and those of each part. All lanes of a warp call it.
 __device__ __forceinline__ void CountMoves(const Bringing& b, Move* leaving, const Move& coming, MovedRows* moved) {
   moved->written += leaving->row_id != kNoRow ? 1 : 0;
-  moved->fetched += coming.row_id != kNoRow && coming.is_fresh == 0 ? 1 : 0;
+  moved->fetched += coming.row_id != kNoRow && coming.record != kNoRow ? 1 : 0;
   moved->ahead += coming.ahead != kNoRow ? 1 : 0;
   if (leaving->ahead != kNoRow) leaving->row_id = kNoRow;  // already written
-  CountMove(b.leaving_parts, leaving->row_id >> b.shift, leaving->row_id != kNoRow);
+  CountMove(b.leaving_parts, leaving->record >> b.shift, leaving->row_id != kNoRow);
   CountMove(b.coming_parts, b.PartOf(coming), coming.row_id != kNoRow);
 }
 
@@ -427,7 +429,8 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
       const bool is_valid = foreseen.row_id < tier.capacity && foreseen.slot < tier.num_slots;
       const uint32_t priority = is_valid ? tier.priority[foreseen.slot] : kPinned;
       if ((priority == 0 || priority == kMarked) && IsPending(*tier.PlaceAt(foreseen.row_id))) {
-        coming = {foreseen.slot, foreseen.row_id, foreseen.is_fresh, kNoRow};
+        const uint32_t record = foreseen.is_fresh != 0 ? kNoRow : tier.RecordOf(foreseen.row_id);
+        coming = {foreseen.slot, foreseen.row_id, record, kNoRow};
         if (foreseen.is_fresh == 0 && b.HasAhead() && tier.area->row_ids[rank] == foreseen.row_id) coming.ahead = rank;
         TakeSlot(b, foreseen.row_id, foreseen.slot, foreseen.priority, &leaving);
       }
@@ -442,7 +445,75 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
   moved.AddTo(b.control);
 }
 
-/// Gives the missing rows their slots, or predicts them, and counts the moves of each part.
+constexpr int kOfPage = 8;         // lanes that look for a record in a page
+constexpr int kRecordsOfLane = 4;  // that one of them looks at together
+constexpr uint32_t kPages = 4;     // that they look at: a page may have no record to give
+
+/// Lets eight lanes find a record without content in a page for a row that leaves, which exchanges records with the row
+/// that had it. Returns the record of the row, or kNoRow if there is none for it.
+///
+/// Rows that leave are marked, and keep their records meanwhile. A row that got the record of another one may be asked
+/// for it in turn, since it is noted as the record's row only after the record as its own.
+template <typename Lanes>
+__device__ __forceinline__ uint32_t ExchangeRecord(const TierView& tier, const Lanes& lanes, const RecordRange& page,
+                                                   const Move& leaving) {
+  if (page.begin <= leaving.record && leaving.record < page.end) return leaving.record;
+  for (uint32_t begin = page.begin; begin < page.end; begin += kOfPage * kRecordsOfLane) {
+    uint32_t tenants[kRecordsOfLane];
+#pragma unroll
+    for (int i = 0; i < kRecordsOfLane; ++i) {
+      const uint32_t record = begin + i * kOfPage + lanes.thread_rank();
+      tenants[i] = record < page.end ? *const_cast<volatile uint32_t*>(tier.TenantAt(record)) : uint32_t{kIsFull};
+    }
+#pragma unroll
+    for (int i = 0; i < kRecordsOfLane; ++i) {
+      uint32_t candidates = lanes.ballot((tenants[i] & kIsFull) == 0);
+      while (candidates != 0) {
+        const uint32_t lane = static_cast<uint32_t>(__ffs(static_cast<int>(candidates)) - 1);
+        candidates &= candidates - 1;
+        const uint32_t record = begin + i * kOfPage + lane;
+        bool is_done = false;
+        if (lanes.thread_rank() == lane) {
+          const uint32_t former = tier.RowOf(record, tenants[i]), tenant = TierView::TenantOf(record, leaving.row_id);
+          is_done = tier.MayExchange(former) && atomicCAS(tier.TenantAt(record), tenants[i], tenant) == tenants[i];
+          if (is_done) {
+            __threadfence();
+            tier.SetHome(former, leaving.record);
+            tier.SetHome(leaving.row_id, record);
+            __threadfence();
+            tier.NoteContent(former, leaving.record, false);
+          }
+        }
+        if (lanes.any(is_done)) return record;
+      }
+    }
+  }
+  return kNoRow;
+}
+
+/// Gives each row that leaves a record in the page of the row that takes its slot, or of one of the next ones, and
+/// counts the moves of each part. Which record it gets may differ between runs: no content depends on it.
+__device__ __forceinline__ void ExchangeRecords(const Bringing& b, uint32_t num_missing) {
+  const auto lanes = cooperative_groups::tiled_partition<kOfPage>(cooperative_groups::this_thread_block());
+  for (uint32_t rank = (blockIdx.x * kPlaceBlock + threadIdx.x) / kOfPage; rank < num_missing;
+       rank += gridDim.x * kPlaceBlock / kOfPage) {
+    Move leaving = b.leaving[rank];
+    if (leaving.row_id == kNoRow) continue;
+    for (uint32_t i = 0; i < kPages; ++i) {
+      const Move coming = b.coming[(rank + i) % num_missing];
+      if (coming.row_id == kNoRow) continue;
+      const uint32_t record = ExchangeRecord(b.tier, lanes, b.tier.PageOf(coming.record), leaving);
+      if (record == kNoRow) continue;
+      leaving.record = record;
+      break;
+    }
+    if (lanes.thread_rank() != 0) continue;
+    b.leaving[rank].record = leaving.record;
+    atomicAdd(b.leaving_parts + (leaving.record >> b.shift), 1u);
+  }
+}
+
+/// Gives the missing rows their slots and counts the moves of each part, or predicts the slots.
 __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before, uint32_t num_missing,
                                          uint32_t num_victims) {
   MovedRows moved;
@@ -456,7 +527,11 @@ __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before,
         Place(b, rank, num_victims, &leaving, &coming);
       }
     }
-    CountMoves(b, &leaving, coming, &moved);
+    if (b.is_ahead) {  // ExchangeRecords counts those that leave
+      CountMove(b.coming_parts, b.PartOf(coming), coming.row_id != kNoRow);
+    } else {
+      CountMoves(b, &leaving, coming, &moved);
+    }
     if (rank >= num_missing) continue;
     b.leaving[num_before + rank] = leaving;
     b.coming[num_before + rank] = coming;
@@ -502,7 +577,7 @@ __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_moves
       coming = b.coming[rank];
     }
     const bool leaves = leaving.row_id != kNoRow, comes = coming.row_id != kNoRow;
-    const uint32_t from = CountMove(b.leaving_parts, leaving.row_id >> b.shift, leaves);
+    const uint32_t from = CountMove(b.leaving_parts, leaving.record >> b.shift, leaves);
     const uint32_t to = CountMove(b.coming_parts, b.PartOf(coming), comes);
     if (leaves) b.moves.leaving[from] = leaving;
     if (comes) b.moves.coming[to] = coming;
@@ -588,6 +663,10 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
       all_blocks.sync();
       MoveRows(b, num_moves - num_missing, num_missing, num_victims);
       all_blocks.sync();
+      if (b.is_ahead) {
+        ExchangeRecords(b, num_missing);
+        all_blocks.sync();
+      }
     }
     SumParts(b, shared);
     all_blocks.sync();
@@ -635,7 +714,7 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   }
   // A block fills a multiprocessor. Multiprocessors that move records ahead have no room for it, and it must not wait
   // for them.
-  const int64_t most = std::min<int64_t>(kMostPlaceBlocks, std::max(1, NumMultiprocessors() - kWriteAheadBlocks));
+  const int64_t most = std::min<int64_t>(kMostPlaceBlocks, std::max(1, NumMultiprocessors() - 2 * kAheadBlocks));
   const int64_t wanted = std::max<int64_t>(CeilDiv<int64_t>(num_keys, kPlaceBlock), b.window.num_tiles);
   const int64_t num_blocks = std::clamp<int64_t>(wanted, 1, most);
   void* arguments[] = {&b};

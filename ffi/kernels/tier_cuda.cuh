@@ -1,7 +1,7 @@
 // Definitions that tiers on a GPU share: memory that the library owns, for rows read and written ahead.
 //
 // For each slab of pinned memory that the library made (host_memory.cc) there is an area on its device. Kernels read
-// and write the areas' records on a second stream of the device, and may still do so after the program that started
+// and write the areas' records on two further streams of the device, and may still do so after the program that started
 // them has ended: nothing else uses that memory, and it is freed only after them. A kernel that needs their results
 // waits until their job has ended.
 #ifndef JAXSOK_KERNELS_TIER_CUDA_CUH_
@@ -12,10 +12,12 @@
 
 namespace jaxsok {
 
-// Blocks that move records ahead: nearly as fast as more blocks, and they slow other work less. One kind runs at a
-// time.
-constexpr int kReadAheadBlocks = 4;
-constexpr int kWriteAheadBlocks = 6;
+// Blocks that move records ahead, each way at the same time and at the same pace, over the same parts of host memory:
+// one for every so many records. A model whose kernels have 128 blocks then keeps as many multiprocessors of an H200,
+// up to 32,767 records.
+constexpr int kAheadBlock = 512;
+constexpr int kAheadBlocks = 4;
+constexpr uint32_t kMovesOfAheadBlock = 1 << 14;
 
 /// The two ends of a move: its record in host memory, or in a copy (nullptr: it does not move), and its slot or its
 /// other copy.
@@ -24,7 +26,7 @@ struct Ends {
   uint64_t here;
 };
 
-/// Jobs of a device's second stream; they end in the order in which they begin.
+/// Jobs of one stream; they end in the order in which they begin.
 struct Jobs {
   uint64_t num_begun;
   uint64_t num_ended;
@@ -33,7 +35,8 @@ struct Jobs {
 /// The area of one slab, on its device. A captured program holds its address, and reads these words at each run. So a
 /// slab at the address of a former slab gets the area of that slab.
 struct AheadArea {
-  Jobs* jobs;
+  Jobs* reads;
+  Jobs* writes;
 
   // The rows read ahead, for all slabs of a store; stored in the area of the first one.
   uint64_t last_read;  // the job that reads them

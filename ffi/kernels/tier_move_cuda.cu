@@ -28,15 +28,15 @@ __device__ __forceinline__ Ends EndsOfLane(const Ends& own, int lane) {
 }
 
 /// Moves lines of several records at once with the lanes of a warp: all are loaded before any is stored. A record's
-/// lines begin at `first_line`.
+/// lines begin at `first_line`. The blocks from `num_blocks` on have nothing to do.
 template <int kOfLane = kLinesPerLane, typename EndsOf, typename Load, typename Store>
 __device__ __forceinline__ void MoveLines(int64_t num_records, int first_line, int num_lines, const EndsOf& ends_of,
-                                          const Load& load, const Store& store) {
-  if (num_lines == 0) return;
+                                          const Load& load, const Store& store, unsigned num_blocks = gridDim.x) {
+  if (num_lines == 0 || blockIdx.x >= num_blocks) return;
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   const int together = min(kWarp, max(1, kOfLane * kWarp / num_lines));
-  const int64_t stride = int64_t{gridDim.x} * (kBlock / kWarp) * together;
-  int64_t first = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / kWarp * together;
+  const int64_t stride = int64_t{num_blocks} * (blockDim.x / kWarp) * together;
+  int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp * together;
   const auto own_of = [&](int64_t begin) {
     return lane < together && begin + lane < num_records ? ends_of(begin + lane) : Ends{nullptr, 0};
   };
@@ -171,10 +171,10 @@ __device__ __forceinline__ void WaitForJob(const Jobs* jobs, const uint64_t* job
 
 __global__ void WaitKernel(const Jobs* jobs, const uint64_t* job) { WaitForJob(jobs, job); }
 
-/// Returns the destination of a leaving row. Rows of other slabs are beyond the capacity.
+/// Returns the destination of a leaving row. Records of other slabs are beyond the capacity.
 __device__ __forceinline__ Ends EndsOfLeaving(const TierView& tier, const Move& move, uint32_t begin) {
-  const bool is_here = move.row_id != kNoRow && move.row_id - begin < tier.capacity && move.slot < tier.num_lines;
-  return {is_here ? tier.HostAt(move.row_id - begin) : nullptr, move.slot};
+  const bool is_here = move.row_id != kNoRow && move.record - begin < tier.capacity && move.slot < tier.num_lines;
+  return {is_here ? tier.HostAt(move.record - begin) : nullptr, move.slot};
 }
 
 // Warps write leaving rows to a slab.
@@ -182,7 +182,10 @@ __global__ void __launch_bounds__(kBlock) WriteKernel(const __grid_constant__ Ti
                                                       const uint32_t* counts, int64_t most_moves, uint32_t begin) {
   const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most_moves);
   if (num_moves == 0) return;
-  if (tier.area != nullptr) WaitForJob(tier.area->jobs, &tier.area->jobs->num_begun);
+  if (tier.area != nullptr) {
+    WaitForJob(tier.area->reads, &tier.area->reads->num_begun);
+    WaitForJob(tier.area->writes, &tier.area->writes->num_begun);
+  }
   MoveLines(
       num_moves, 0, NumLines(tier.host_bytes), [&](int64_t i) { return EndsOfLeaving(tier, leaving[i], begin); },
       [&](const Ends& ends, int at) { return LoadLine(tier, static_cast<uint32_t>(ends.here), at); },
@@ -204,14 +207,14 @@ __global__ void __launch_bounds__(kBlock)
     ReadKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most_moves) {
   if (counts[kNumComing] == 0) return;
   if (tier.area != nullptr) {  // rows that were read ahead do not wait for those that leave
-    const Jobs* jobs = tier.area->jobs;
-    WaitForJob(jobs, counts[kNumFromHost] != 0 ? &jobs->num_begun : &tier.area->last_read);
+    WaitForJob(tier.area->reads, &tier.area->last_read);
+    if (counts[kNumFromHost] != 0) WaitForJob(tier.area->writes, &tier.area->writes->num_begun);
   }
   MoveLines(
       min(int64_t{counts[kNumFromHost]}, most_moves), 0, NumLines(tier.host_bytes),
       [&](int64_t i) {
         const Move move = coming[i];
-        return Ends{Comes(tier, move) ? tier.HostAt(move.row_id) : nullptr, move.slot};
+        return Ends{Comes(tier, move) && move.record < tier.capacity ? tier.HostAt(move.record) : nullptr, move.slot};
       },
       LoadRecord,
       [&](const Ends& ends, int at, uint4 line) { StoreLine(tier, static_cast<uint32_t>(ends.here), at, line); });
@@ -261,7 +264,7 @@ __global__ void __launch_bounds__(kBlock)
       const Record record = *tier.records.At(tier.starts, row_id, 1);
       if (IsInHost(place)) {
         for (int at = lane * kLine; at < tier.host_bytes; at += kWarp * kLine) {
-          StoreLine(tier, staged, at, *reinterpret_cast<const uint4*>(tier.HostAt(row_id) + at));
+          StoreLine(tier, staged, at, *reinterpret_cast<const uint4*>(tier.HostAt(tier.RecordOf(row_id)) + at));
         }
       } else {
         MakeFresh(tier, record, staged, lane);
@@ -276,12 +279,19 @@ __global__ void __launch_bounds__(kBlock)
 
 // Reading and writing ahead -------------------------------------------------------------------------------------------
 
-/// The second stream of a device.
+/// A stream that moves records one way.
+struct Lane {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begin = nullptr;  // what its next job waits for
+  cudaEvent_t end = nullptr;    // of its last job
+  Jobs* jobs = nullptr;         // on the device
+};
+
+/// The streams of a device that move records. They keep pace with each other: a row is written near one that is read.
 struct Link {
   std::mutex mutex;  // held while a job is launched
-  cudaStream_t stream = nullptr;
-  cudaEvent_t event = nullptr;
-  Jobs* jobs = nullptr;  // on the device
+  Lane reads;
+  Lane writes;
 };
 
 /// An area, and its addresses on the device.
@@ -305,11 +315,12 @@ struct Areas {
   }
 };
 
-LaunchError OpenLink(Link* link) {
-  JAXSOK_RETURN_IF_CUDA(cudaStreamCreateWithFlags(&link->stream, cudaStreamNonBlocking));
-  JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&link->event, cudaEventDisableTiming));
-  JAXSOK_RETURN_IF_CUDA(cudaMalloc(&link->jobs, sizeof(Jobs)));
-  JAXSOK_RETURN_IF_CUDA(cudaMemset(link->jobs, 0, sizeof(Jobs)));
+LaunchError OpenLane(Lane* lane) {
+  JAXSOK_RETURN_IF_CUDA(cudaStreamCreateWithFlags(&lane->stream, cudaStreamNonBlocking));
+  JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&lane->begin, cudaEventDisableTiming));
+  JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&lane->end, cudaEventDisableTiming));
+  JAXSOK_RETURN_IF_CUDA(cudaMalloc(&lane->jobs, sizeof(Jobs)));
+  JAXSOK_RETURN_IF_CUDA(cudaMemset(lane->jobs, 0, sizeof(Jobs)));
   return nullptr;
 }
 
@@ -353,7 +364,7 @@ LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
                             "docs/host_memory.md";
 }
 
-__device__ uint64_t BeginJob(const AheadArea* area) { return ++area->jobs->num_begun; }
+__device__ uint64_t BeginJob(Jobs* jobs) { return ++jobs->num_begun; }
 
 __global__ void EndJobKernel(Jobs* jobs) {
   __threadfence_system();
@@ -384,7 +395,7 @@ __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constan
   MoveLines<kSomeLines>(num_moves, num_in_row, NumLines(tier.host_bytes) - num_in_row, ends_of, load, store);
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   area->num_leaving = static_cast<uint32_t>(num_moves);
-  area->last_write = BeginJob(area);
+  area->last_write = BeginJob(area->writes);
 }
 
 // Lists the coming rows.
@@ -394,17 +405,18 @@ __global__ void __launch_bounds__(kBlock)
   const int64_t num_moves = min(int64_t{counts[kNumFromHost]}, most);
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_moves; i += int64_t{gridDim.x} * kBlock) {
     const Move move = coming[i];  // its slot is its rank
-    const bool comes = move.row_id < tier.capacity && move.slot < most;
+    const bool comes = move.row_id < tier.capacity && move.record < tier.capacity && move.slot < most;
     char* const here = area->records + int64_t{move.slot} * tier.host_bytes;
-    area->coming[i] = {comes ? tier.HostAt(move.row_id) : nullptr, reinterpret_cast<uint64_t>(here)};
+    area->coming[i] = {comes ? tier.HostAt(move.record) : nullptr, reinterpret_cast<uint64_t>(here)};
     if (comes) area->row_ids[move.slot] = move.row_id;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) area->num_coming = static_cast<uint32_t>(num_moves);
 }
 
-// Copies records from the device to the host, or back.
+// Copies records from the device to the host, or back. Each block occupies a multiprocessor that the model then lacks,
+// so as few run as keep pace with a step.
 template <bool kToHost>
-__global__ void __launch_bounds__(kBlock) CopyKernel(const Ends* list, const uint32_t* num, int num_lines) {
+__global__ void __launch_bounds__(kAheadBlock) CopyKernel(const Ends* list, const uint32_t* num, int num_lines) {
   MoveLines(
       *num, 0, num_lines, [&](int64_t i) { return list[i]; },
       [&](const Ends& ends, int at) {
@@ -412,22 +424,24 @@ __global__ void __launch_bounds__(kBlock) CopyKernel(const Ends* list, const uin
       },
       [&](const Ends& ends, int at, uint4 line) {
         *reinterpret_cast<uint4*>((kToHost ? ends.host : reinterpret_cast<char*>(ends.here)) + at) = line;
-      });
+      },
+      min(gridDim.x, *num / kMovesOfAheadBlock + 1));
 }
 
 // One thread.
 __global__ void TicketKernel(AheadArea* area, const uint32_t* counters) {
   area->ticket = counters[kTierTicket];
-  area->last_read = BeginJob(area);
+  area->last_read = BeginJob(area->reads);
 }
 
-/// Runs `launch` on the device's second stream, after the work that the stream has done so far.
+/// Runs `launch` on a lane, after the work that the stream has been given so far.
 template <typename Launch>
-LaunchError BeginOnOwnStream(Stream stream, Link* link, const Launch& launch) {
-  JAXSOK_RETURN_IF_CUDA(cudaEventRecord(link->event, stream));
-  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(link->stream, link->event, 0));
-  launch(link->stream);
-  EndJobKernel<<<1, 1, 0, link->stream>>>(link->jobs);
+LaunchError BeginOnLane(Stream stream, Lane* lane, const Launch& launch) {
+  JAXSOK_RETURN_IF_CUDA(cudaEventRecord(lane->begin, stream));
+  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(lane->stream, lane->begin, 0));
+  launch(lane->stream);
+  EndJobKernel<<<1, 1, 0, lane->stream>>>(lane->jobs);
+  JAXSOK_RETURN_IF_CUDA(cudaEventRecord(lane->end, lane->stream));
   return LastLaunchError();
 }
 
@@ -445,7 +459,8 @@ LaunchError OpenArea(int32_t device, const void* slab) {
     std::unique_ptr<Link>& link = all.links[device];
     if (link == nullptr) {
       auto opened = std::make_unique<Link>();
-      if (const LaunchError error = OpenLink(opened.get())) return error;
+      if (const LaunchError error = OpenLane(&opened->reads)) return error;
+      if (const LaunchError error = OpenLane(&opened->writes)) return error;
       link = std::move(opened);
     }
     std::unique_ptr<Area>& area = all.areas[{device, slab}];
@@ -453,7 +468,8 @@ LaunchError OpenArea(int32_t device, const void* slab) {
       auto made = std::make_unique<Area>();
       JAXSOK_RETURN_IF_CUDA(cudaMalloc(&made->on_device, sizeof(AheadArea)));
       made->link = link.get();
-      made->buffers.jobs = link->jobs;
+      made->buffers.reads = link->reads.jobs;
+      made->buffers.writes = link->writes.jobs;
       area = std::move(made);
     }
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &area->buffers, sizeof(AheadArea), cudaMemcpyHostToDevice));
@@ -475,7 +491,8 @@ void CloseArea(int32_t device, const void* slab) {
                             area.buffers.leaving_records};
     for (void* at : memory) cudaFree(at);
     area.buffers = AheadArea{};
-    area.buffers.jobs = area.link->jobs;
+    area.buffers.reads = area.link->reads.jobs;
+    area.buffers.writes = area.link->writes.jobs;
     cudaMemcpy(area.on_device, &area.buffers, sizeof(AheadArea), cudaMemcpyHostToDevice);
     cudaStreamSynchronize(nullptr);
     area.host_bytes = 0;
@@ -508,10 +525,10 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  WaitKernel<<<1, 1, 0, stream>>>(area->link->jobs, &area->on_device->last_write);
+  WaitKernel<<<1, 1, 0, stream>>>(area->link->writes.jobs, &area->on_device->last_write);
   CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
-  return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
-    CopyKernel<true><<<kWriteAheadBlocks, kBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
+  return BeginOnLane(stream, &area->link->writes, [&](cudaStream_t own) {
+    CopyKernel<true><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
                                                             NumLines(tier.host_bytes));
   });
 }
@@ -526,13 +543,15 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
   if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  WaitKernel<<<1, 1, 0, stream>>>(area->link->jobs, &area->on_device->last_read);
+  WaitKernel<<<1, 1, 0, stream>>>(area->link->reads.jobs, &area->on_device->last_read);
   JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, area->buffers.row_ids, MostAhead(tier.host_bytes), ~0u));
   ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
   TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
-  return BeginOnOwnStream(stream, area->link, [&](cudaStream_t own) {
-    CopyKernel<false><<<kReadAheadBlocks, kBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
-                                                            NumLines(tier.host_bytes));
+  // A row may be read that was written last time.
+  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(area->link->reads.stream, area->link->writes.end, 0));
+  return BeginOnLane(stream, &area->link->reads, [&](cudaStream_t own) {
+    CopyKernel<false><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
+                                                             NumLines(tier.host_bytes));
   });
 }
 
@@ -540,7 +559,7 @@ LaunchError LaunchWait(Stream stream, const TierView& tier) {
   for (int s = 0; s < tier.starts.num_slabs; ++s) {
     const Area* area = FindArea(tier.host.data[s]);
     if (area == nullptr) continue;
-    WaitKernel<<<1, 1, 0, stream>>>(area->link->jobs, &area->on_device->last_write);
+    WaitKernel<<<1, 1, 0, stream>>>(area->link->writes.jobs, &area->on_device->last_write);
   }
   return LastLaunchError();
 }

@@ -23,6 +23,9 @@ class Tier:
     places: tuple[UInt32[Array, "_ 1"], ...]
     """The place of each row, in slabs: its slot in the cache, FRESH, or in host memory with the time of its last use;
     IN_HOST where that is not known."""
+    homes: tuple[UInt32[Array, "_ 2"], ...]
+    """Which record of host memory is whose, in slabs: the number of a row's record less its row id, and the row id of a
+    record's row less the number of the record; both modulo 2**32."""
     rows: Float[Array, "num_lines dim"]
     """The rows in the cache, by slot; at least one slot."""
     states: tuple[Float32[Array, "num_lines _"], ...]
@@ -43,7 +46,7 @@ class Tier:
 
 
 _TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
-_PLACING_ARRAYS = ("places", "owners", "last_use", "priority", "foreseen", "counters", "order")
+_PLACING_ARRAYS = ("places", "homes", "owners", "last_use", "priority", "foreseen", "counters", "order")
 
 _MOVE_WORDS = 4  # `Move` in ffi/kernels/tier.h
 _MOVE_COUNTS = 4  # `MoveCount`
@@ -64,7 +67,7 @@ class Brought(NamedTuple):
 
 
 HostSlab = UInt8[Array, "_ host_bytes"]
-"""A record for each row: its numbers, then its optimizer state from a multiple of 4 bytes on."""
+"""Records, one for each row: its numbers, then its optimizer state from a multiple of 4 bytes on."""
 
 
 def host_bytes(row_bytes: int, state_widths: Sequence[int]) -> int:
@@ -112,7 +115,13 @@ def bring(
     fresh = {"tables": tables, "seed": seed}
     initial = np.asarray(initial_values, np.float32)
     if not keeps:
-        read = {"places": tier.places, "rows": tier.rows, "states": tier.states, "host": tuple(host)}
+        read = {
+            "places": tier.places,
+            "homes": tier.homes,
+            "rows": tier.rows,
+            "states": tier.states,
+            "host": tuple(host),
+        }
         out = call(
             "jaxsok_tier_peek",
             read | {"records": tuple(records), "row_ids": row_ids} | fresh,
@@ -250,13 +259,19 @@ def _write_leaving(
 
 def _write_all_slots(
     host: Sequence[HostSlab],
+    homes: Sequence[UInt32[Array, "_ 2"]],
     rows: Float[Array, "num_lines dim"],
     states: Sequence[Float32[Array, "num_lines _"]],
     owners: UInt32[Array, "num_lines 4"],
 ) -> tuple[HostSlab, ...]:
     """Writes the rows of all slots, as if they left."""
     row_ids, zeros = owners[:, 3], jnp.zeros(owners.shape[0], jnp.uint32)
-    leaving = jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, zeros, zeros], axis=1)
+    records, begin = row_ids, 0
+    for slab in homes:
+        lines = row_ids - jnp.uint32(begin)  # those of other slabs are beyond this one
+        records = records + slab.at[lines, 0].get(mode="fill", fill_value=0)
+        begin += slab.shape[0]
+    leaving = jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, records, zeros], axis=1)
     return _write_leaving(host, rows, states, leaving, jnp.asarray([owners.shape[0], 0, 0, 0], jnp.uint32))
 
 
@@ -270,7 +285,7 @@ def give_back(
     """Writes staged rows to host memory; tier and host slabs are donated."""
     if staged_owners.shape[0] == 0:
         return tier, tuple(host)
-    host = _write_all_slots(host, staged_rows, staged_states, staged_owners)
+    host = _write_all_slots(host, tier.homes, staged_rows, staged_states, staged_owners)
     places, begin = [], 0
     for slab in tier.places:
         lines = staged_owners[:, 3] - jnp.uint32(begin)  # those of other slabs are beyond this one

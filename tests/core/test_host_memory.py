@@ -170,7 +170,9 @@ def test_the_estimate_is_what_each_device_allocates(num_shards):
             assert estimate.host_bytes == nbytes(host_rows, device) > 0
             assert estimate.state_bytes == nbytes(made, device) - estimate.host_bytes
             for store_estimate, store in zip(estimate.stores, made.stores, strict=True):
-                assert store_estimate.state.get("places", 0) == nbytes([tier.places for tier in store.tier], device)
+                assert store_estimate.state.get("places", 0) == nbytes(
+                    [(tier.places, tier.homes) for tier in store.tier], device
+                )
                 assert ("rows" in store_estimate.state) == (not store.tier)
 
 
@@ -267,9 +269,9 @@ def test_a_maximum_beyond_host_memory(monkeypatch):
 
 
 def test_device_memory_that_there_is_not(monkeypatch):
-    """A new store also needs its cache: 8 slots of 92 bytes, and 52 for each row and the counters."""
+    """A new store also needs its cache: 8 slots of 92 bytes, and 60 for each row and the counters."""
     collection = jaxsok.Collection([table(memory=8, capacity=10)], FEATURES)
-    needed = collection.memory_estimate().stores[0].state["cache"] + 52 * 10
+    needed = collection.memory_estimate().stores[0].state["cache"] + 60 * 10
     for free, is_enough in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(enlarge, "agree_on_free_bytes", lambda shards, free=free: free)
         if is_enough:

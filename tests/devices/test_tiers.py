@@ -229,7 +229,7 @@ def used_rows(store):
 def write_cache(store):
     """Writes the rows of a cache to host memory, too."""
     (cache,) = store.tier
-    host = tier_kernels._write_all_slots(store.rows, cache.rows, cache.states, cache.owners)
+    host = tier_kernels._write_all_slots(store.rows, cache.homes, cache.rows, cache.states, cache.owners)
     return dataclasses.replace(store, rows=host)
 
 
@@ -251,6 +251,48 @@ def test_another_cache_at_each_step(device_rows):
     assert_law(plain, want, tiered, got)
     clocks = [int(store.tier[0].counters[0]) for store in got.stores]
     assert all(clock >= 3 * NUM_STEPS for clock in clocks)  # brought, looked up, updated
+
+
+def records_of(tier):
+    """Returns the record of host memory of each row, and the row of each record."""
+    homes = np.concatenate([np.asarray(slab) for slab in tier.homes])
+    ids = np.arange(len(homes), dtype=np.uint32)
+    return homes[:, 0] + ids, (homes[:, 1] + ids) & np.uint32(2**31 - 1)
+
+
+def test_rows_leave_for_the_pages_of_those_that_come():
+    """A row that will leave gets a record in the 64 KiB of one that will come; contents follow their rows."""
+    num_rows, dim = 4096, 1000
+    memory = jaxsok.HostMemory(device_rows=1024)
+    table = jaxsok.TableSpec("user", dim, jaxsok.optim.sgd(0.1), capacity=num_rows, memory=memory)
+    tiered = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user", combiner=None)])
+    bring_ahead = jax.jit(functools.partial(tiers.bring_rows_ahead, tiered.stores[0]), donate_argnums=0)
+    rng, values = np.random.default_rng(2), np.arange(num_rows, dtype=np.float32)
+
+    def assign(state, keys):
+        return tiered.assign(state, "user", keys, np.repeat(values[keys, None], dim, axis=1))[0]
+
+    state = tiered.init(seed=0)
+    for keys in np.split(np.arange(num_rows), 4):
+        state = assign(state, keys)  # the row id of a key is the key
+    state = assign(state, rng.choice(num_rows, 1024, replace=False))  # every page has records without content
+    num_leaving = num_near = 0
+    for _ in range(12):
+        keys = rng.choice(num_rows, 64, replace=False)
+        store = bring_ahead(state.stores[0], jnp.asarray(keys, jnp.uint32))
+        (tier,) = store.tier
+        coming, slots = np.asarray(tier.foreseen)[: tier.counters[TIER_COUNTERS.index("num_foreseen")], :2].T
+        leaving = np.asarray(tier.owners)[slots, 3]
+        records, row_ids = records_of(tier)
+        np.testing.assert_array_equal(records[row_ids], np.arange(num_rows))
+        pages = records * 4 * dim // (64 << 10)
+        num_leaving += len(leaving)
+        num_near += np.isin(pages[leaving], pages[coming]).sum()
+        values[keys] += 1
+        state = assign(dataclasses.replace(state, stores=(store,)), keys)
+    assert num_leaving > 400 and num_near > 0.9 * num_leaving, (num_leaving, num_near)
+    rows = tiered.rows_of(state, "user", np.arange(num_rows))[0]
+    np.testing.assert_array_equal(rows, np.repeat(values[:, None], dim, axis=1))
 
 
 def test_the_cache_is_used():

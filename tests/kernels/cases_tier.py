@@ -63,13 +63,15 @@ class TieredStore(Store):
         self.tier_counters = np.zeros(9, np.uint32)
 
     def arrays(self) -> dict:
-        """Copies all arrays; host memory as bytes, with zeros between the numbers of rows.
+        """Copies all arrays; host memory as bytes, with zeros between the numbers of rows, in the order of row ids.
 
-        Records of rows in the cache are zeros, too: their content is undefined.
+        Records of rows in the cache, and of fresh ones, are zeros, too: their content is undefined. Zeros stand for the
+        homes, since any is right that gives each row a record.
         """
         ends = np.cumsum(self.slabs)[:-1]
         tier = {
             "places": tuple(part.copy() for part in np.split(self.places[:, None], ends)),
+            "homes": tuple(np.split(np.zeros((self.capacity, 2), np.uint32), ends)),
             "rows": self.cached_rows.copy(),
             "states": tuple(state.copy() for state in self.cached_states),
             "owners": self.owners.copy(),
@@ -79,7 +81,8 @@ class TieredStore(Store):
             "counters": self.tier_counters.copy(),
             "order": np.zeros(len(self.counters), np.uint32),
         }
-        host = tuple(np.split(np.where(self.places[:, None] < HISTORY, np.uint8(0), self._host()), ends))
+        is_in_host = (self.places >= HISTORY) & (self.places != FRESH)
+        host = tuple(np.split(np.where(is_in_host[:, None], self._host(), np.uint8(0)), ends))
         return super().arrays() | {"rows": host, "states": (), "tier": (tier,)}
 
     def _host(self) -> np.ndarray:
@@ -325,7 +328,9 @@ class TierScript(Script):
 
     def _numbers_of_host(self) -> tuple[np.ndarray, ...]:
         mask = np.array(self.store.is_number(), np.uint8)
-        return tuple(slab * mask for slab in self.store.host())
+        has_content = self.store.places != FRESH
+        ends = np.cumsum(self.store.slabs)[:-1]
+        return tuple(np.split(np.concatenate(self.store.host()) * mask * has_content[:, None], ends))
 
     def some(self, row_ids: np.ndarray, num: int) -> np.ndarray:
         """Returns row ids with repeats: some of no row, some beyond the capacity, some not in use."""

@@ -210,7 +210,7 @@ def _tier_bring_ahead(s, x, num_slots, is_number):
 
 def _tier_flush(s, x, is_number):
     (cache,) = s.tier
-    host = tier._write_all_slots(s.rows, cache.rows, cache.states, cache.owners)
+    host = tier._write_all_slots(s.rows, cache.homes, cache.rows, cache.states, cache.owners)
     return {"host": _numbers_of(host, is_number)}, _with_tier(s, cache, host, is_number)
 
 
@@ -291,11 +291,24 @@ def flat(tree) -> dict[str, np.ndarray]:
 
 
 def _with_meaning(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Replaces undefined records of host memory, those of rows in the cache, by zeros."""
-    for name in [name for name in result if name.startswith("state.tier.0.places.")]:
-        rows = name.replace("tier.0.places", "rows")
-        result[rows] = np.where(result[name] < cases_tier.HISTORY, np.uint8(0), result[rows])
-    return result
+    """Puts records of host memory in the order of row ids, with zeros for those without content, and for the homes."""
+    names = [name for name in result if name.startswith("state.tier.0.places.")]
+    if not names:
+        return result
+    places = np.concatenate([result[name][:, 0] for name in names])
+    homes = [name.replace("places", "homes") for name in names]
+    ids = np.arange(len(places), dtype=np.uint32)
+    records, row_ids = (np.concatenate([result[name] for name in homes]) + ids[:, None]).T
+    row_ids &= 2**31 - 1  # the other bit is a hint
+    np.testing.assert_array_equal(row_ids[records], ids, err_msg="each row has a record of its own")
+    ends = np.cumsum([len(result[name]) for name in names])[:-1]
+    is_in_host = (places >= cases_tier.HISTORY) & (places != cases_tier.FRESH)
+    for kind, has_content in (("state.rows", is_in_host), ("host", places != cases_tier.FRESH)):
+        slabs = [f"{kind}.{number}" for number in range(len(names))]
+        if slabs[0] in result:
+            lines = np.concatenate([result[name] for name in slabs])[records] * has_content[:, None]
+            result |= dict(zip(slabs, np.split(lines.astype(np.uint8), ends), strict=True))
+    return result | {name: np.zeros_like(result[name]) for name in homes}
 
 
 def state_arrays(state: StoreState) -> dict:
