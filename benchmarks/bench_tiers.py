@@ -9,7 +9,7 @@ Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples, one ke
 Limit:    the larger of the step on the device and the records that crossed the link over the rate of that path ("bring
           random rows": nearly all of them are read, and as many written).
 Command:  `python -m jaxsok bench --only tiers`
-Last result: 2026-11-26, H100 (docs/results/host_memory.md): with lookups ahead 0.80, 0.69 and 0.50 of the device's
+Last result: 2026-11-27, H200 (docs/results/host_memory.md): with lookups ahead 0.80, 0.74 and 0.62 of the device's
           throughput.
 """
 

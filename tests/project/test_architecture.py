@@ -216,7 +216,7 @@ def test_launches_neither_allocate_device_memory_nor_wait():
     name = "ffi/kernels/host_memory_cuda.cu"
     files[name], count = between.subn("", files[name])
     assert count == 2
-    of_areas = re.compile(r"^\S[^\n]* (OpenLink|Reserve|OpenArea|CloseArea)\(.*?^}", re.M | re.S)
+    of_areas = re.compile(r"^\S[^\n]* (OpenLane|Reserve|OpenArea|CloseArea)\(.*?^}", re.M | re.S)
     name = "ffi/kernels/tier_move_cuda.cu"
     files[name], count = of_areas.subn("", files[name])
     assert count == 4
