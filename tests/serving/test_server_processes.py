@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 import pathlib
-import queue
 import signal
 import socket
 import subprocess
@@ -328,49 +327,41 @@ def test_a_frame_that_is_given_up_answers_no_other(tmp_path):
         writer.close()
 
     async def ask():
-        session = remote.Remote.__new__(remote.Remote)
-        session._path, session._free = path, []
+        session = remote.Remote(path, {})
         async with await asyncio.start_unix_server(serve, path):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session._send("lookup", "slow", {}), 0.05)
+                await asyncio.wait_for(session._send("lookup", "slow"), 0.05)
             for about in ("first", "second"):
-                head, found = await asyncio.wait_for(session._send("lookup", about, {}), 20)
+                head, found = await asyncio.wait_for(session._send("lookup", about), 20)
                 assert head == about and found["rows"].tolist() == [0, 1, 2] and not found["rows"].flags.writeable
             assert len(session._free) == 1
             with pytest.raises(batching.ClosedError):
-                await asyncio.wait_for(session._send("lookup", "end", {}), 20)
+                await asyncio.wait_for(session._send("lookup", "end"), 20)
             assert session._free == []
 
     asyncio.run(ask())
 
 
-def test_a_front_end_follows_versions_over_one_connection(tmp_path, monkeypatch):
+def test_a_front_end_follows_versions_over_one_connection(tmp_path):
     """It needs no descriptor for another version, since its clients may have taken all of them."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the process of a front end ends before that
-    path, versions, connections = str(tmp_path / "session"), queue.Queue(), []
+    path, asked, connections = str(tmp_path / "session"), [], []
 
-    def answer(connection):
-        with connection, connection.makefile("rb") as file:
-            while sizes := file.read(remote.SIZES.size):
-                (_, about), _ = remote.unpack(*(file.read(size) for size in remote.SIZES.unpack(sizes)))
-                version = 0 if about is None else versions.get()
-                if version is None:  # the end of the process of the session
-                    return
-                connection.sendall(remote.pack({"model": types.SimpleNamespace(version=version)}, {}))
+    async def serve(reader, writer):
+        connections.append(writer)
+        with contextlib.closing(writer):
+            for version in range(7):  # then the process of the session ends
+                sizes = remote.SIZES.unpack(await reader.readexactly(remote.SIZES.size))
+                (op, about), _ = remote.unpack(*[await reader.readexactly(size) for size in sizes])
+                asked.append((op, about))
+                writer.write(remote.pack({"model": types.SimpleNamespace(version=version)}, {}))
 
-    def accept(listener):
-        for _ in range(2):  # the first models come over a connection of their own
-            connections.append(listener.accept()[0])
-            threading.Thread(target=answer, args=(connections[-1],), daemon=True).start()
+    async def follow():
+        session = remote.Remote(path, {"model": types.SimpleNamespace(version=0)})
+        async with await asyncio.start_unix_server(serve, path):
+            with pytest.raises(batching.ClosedError):
+                await asyncio.wait_for(session.follow(3), 20)
+        assert session.models["model"].version == 6
 
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
-        ended = threading.Event()
-        session = remote.Remote(path, ended.set)
-        for version in range(1, 6):
-            versions.put(version)
-            wait_until(lambda version=version: session.models["model"].version == version)
-        versions.put(None)
-        assert ended.wait(60)
+    asyncio.run(follow())
+    assert asked == [("ready", 3), *(("models", {"model": version}) for version in range(6))]
+    assert len(connections) == 1

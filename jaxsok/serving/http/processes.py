@@ -20,7 +20,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -152,9 +151,10 @@ class Processes:
 
     async def _keep(self, number: int) -> None:
         where = self._sockets[number]
-        arguments = number, where, self._path, self._counts, self.app.options, self._of_clients
+        settings = self._path, self._counts, self.app.options, self._of_clients
         with where:  # a front end that ends leaves its socket, and the connections that wait there, to the next
             while not self._stopping.is_set():
+                arguments = number, where, self._models, *settings
                 process = self._context.Process(target=_work, args=arguments, daemon=True)
                 await asyncio.to_thread(process.start)
                 self._running[number] = process
@@ -232,29 +232,36 @@ async def _wait_for_end(pid: int) -> None:
 
 
 def _work(
-    number: int, where: socket.socket, path: str, counts: Any, options: ServerOptions, of_clients: Mapping[str, Any]
+    number: int,
+    where: socket.socket,
+    models: Mapping[str, Any],
+    path: str,
+    counts: Any,
+    options: ServerOptions,
+    of_clients: Mapping[str, Any],
 ) -> None:
     os.setpgid(0, 0)  # an interrupt from a terminal is for the process of the session, which stops this one
     folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
     prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
     log_to_stderr()
+    session, tasks = Remote(path, models), list[asyncio.Task[None]]()
+    # Requests wait for company where those of all front ends meet.
+    app = App(session, dataclasses.replace(options, max_delay_ms=0.0), held=Held(counts, number))
 
-    def end() -> None:
-        """Ends this process; removes the folder if the process of the session has ended, too, and could not."""
-        time.sleep(LAST_WORDS_S)
+    async def follow() -> None:
+        """Ends this process with that of the session; removes the folder if that one was killed."""
+        with contextlib.suppress(Exception):
+            await session.follow(number)
+        await asyncio.sleep(LAST_WORDS_S)
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
-    session = Remote(path, end)
-    # Requests wait for company where those of all front ends meet.
-    app = App(session, dataclasses.replace(options, max_delay_ms=0.0), held=Held(counts, number))
-
     def begin(_: running.Server) -> None:
         gc.collect()
         gc.freeze()
-        session.report_ready(number)
+        tasks.append(asyncio.get_running_loop().create_task(follow()))
 
     running.Server(app, where, **of_clients, on_ready=begin).run()
     if app.num_running or not app.is_closed:

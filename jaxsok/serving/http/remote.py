@@ -12,11 +12,9 @@ import asyncio
 import collections
 import itertools
 import pickle
-import socket
 import struct
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,17 +63,11 @@ def split(joined: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]
 
 
 class Remote:
-    """A session whose tables are in another process; lookups and predictions wait for it on the event loop.
+    """A session whose tables are in another process; the event loop waits for it, and `follow` keeps its `models`."""
 
-    A thread keeps `models` as they are served, and calls `on_end` when the other process has ended.
-    """
-
-    def __init__(self, path: str, on_end: Callable[[], None]) -> None:
-        self._path, self._on_end = path, on_end
-        self._free: list[_Connection] = []  # connections of the event loop without a frame under way
-        self.models: Mapping[str, Any] = self._ask("models", None)[0]
-        self._following = self._connect()
-        threading.Thread(target=self._follow, name="jaxsok-models", daemon=True).start()
+    def __init__(self, path: str, models: Mapping[str, Any]) -> None:
+        self._path, self.models = path, models
+        self._free: list[_Connection] = []  # without a frame under way; the last one is taken first
 
     async def lookup(self, request: ParsedRequest, model: str) -> Answer:
         """Looks up keys without shape; all are one array on the way, and all rows: tens of tables take less time so."""
@@ -88,62 +80,40 @@ class Remote:
         version, arrays = await self._send("predict", _about(request, model), request.arrays)
         return Answer(arrays, version=version)
 
-    async def _send(self, op: str, about: Any, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    async def scrape(self) -> bytes:
+        return (await self._send("scrape", None))[0]
+
+    async def follow(self, number: int) -> None:
+        """Reports that this front end is ready, then keeps `models` as they are served, until the other process ends.
+
+        All frames take one connection, since clients may have taken all other descriptors.
+        """
+        await self._send("ready", number)
+        while True:
+            versions = {name: model.version for name, model in self.models.items()}
+            self.models = (await self._send("models", versions))[0]  # answers when they are others
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Does nothing: the connections end with the process."""
+        return True
+
+    async def _send(self, op: str, about: Any, arrays: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Asks on the event loop: to hand a frame to a thread and its answer back would take longer than both."""
         connection = self._free.pop() if self._free else _Connection()
         try:
             if connection.transport is None:
                 await asyncio.get_running_loop().create_unix_connection(lambda: connection, self._path)
-            answer = await connection.ask(pack((op, about), arrays))
+            text, data = await connection.ask(pack((op, about), arrays or {}))
         except BaseException as error:  # also a caller that is cancelled: the answer would be the next one's
             connection.close()
             if isinstance(error, OSError):
                 raise ClosedError from None
             raise
         self._free.append(connection)
-        return _open(answer)
-
-    def scrape(self) -> bytes:
-        return self._ask("scrape", None)[0]
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Does nothing: the connections end with the process."""
-        return True
-
-    def report_ready(self, number: int) -> None:
-        self._ask("ready", number)
-
-    def _ask(self, op: str, about: Any, connection: socket.socket | None = None) -> tuple[Any, dict[str, Any]]:
-        """Asks, and waits for the answer in this thread; without a connection over one of its own."""
-        try:
-            if connection is None:
-                with self._connect() as connection:
-                    return self._ask(op, about, connection)
-            connection.sendall(pack((op, about), {}))
-            with connection.makefile("rb") as file:  # no more than the answer comes, so it reads nothing beyond
-                answer = [_receive(file, size) for size in SIZES.unpack(_receive(file, SIZES.size))]
-        except OSError:
-            raise ClosedError from None
-        return _open(answer)
-
-    def _connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(self._path)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _follow(self) -> None:
-        """Keeps `models` as they are served; its connection is kept, since all descriptors may be taken by clients."""
-        try:
-            with self._following as connection:
-                while True:
-                    versions = {name: model.version for name, model in self.models.items()}
-                    self.models = self._ask("models", versions, connection)[0]  # answers when they are others
-        finally:
-            self._on_end()
+        head, found = unpack(text, data.toreadonly())
+        if isinstance(head, BaseException):  # of the other process
+            raise head
+        return head, found
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -194,20 +164,4 @@ def _about(request: ParsedRequest, model: str) -> tuple[Any, ...]:
 
 def _buffer(num_bytes: int) -> memoryview:
     """Makes a buffer that is not zeroed: the event loop would stand still meanwhile."""
-    return memoryview(np.empty(num_bytes, np.uint8)) if num_bytes else memoryview(bytearray())
-
-
-def _open(answer: Sequence[bytes | memoryview]) -> tuple[Any, dict[str, Any]]:
-    """Reads an answer; raises the error of the other process."""
-    text, data = answer
-    head, found = unpack(text, memoryview(data).toreadonly())
-    if isinstance(head, BaseException):
-        raise head
-    return head, found
-
-
-def _receive(file: BinaryIO, num_bytes: int) -> bytes:
-    data = file.read(num_bytes)
-    if len(data) < num_bytes:
-        raise OSError("the process of the session has ended")
-    return data
+    return memoryview(np.empty(num_bytes, np.uint8))

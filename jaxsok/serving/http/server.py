@@ -421,8 +421,9 @@ class App:
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
-        scrape = self.session.scrape if isinstance(self.session, Remote) else self.metrics.text
-        return Response(await asyncio.to_thread(scrape), headers={"Content-Type": self.metrics.content_type})
+        is_remote = isinstance(self.session, Remote)
+        text = await (self.session.scrape() if is_remote else asyncio.to_thread(self.metrics.text))
+        return Response(text, headers={"Content-Type": self.metrics.content_type})
 
     def _stats(self) -> dict[str, dict[str, Any]]:
         found = {}
