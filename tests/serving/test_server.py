@@ -1942,7 +1942,7 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
         samples = [
             calls.ParsedRequest({"user": np.array(mine, np.uint64)}, {"user": 2}, 2) for mine in ([1, 2], [3, 4])
         ]
-        found = calls.Predictions(session, 100).run("ranker", samples)
+        found = asyncio.run(calls.Predictions(session, 100).run("ranker", samples))
     for number, (outputs, version) in enumerate(found):
         mine = rows[2 * number : 2 * number + 2]
         np.testing.assert_array_equal(outputs["rows"], mine)
@@ -1970,7 +1970,7 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
         session = Switched()
         bags = Bags(np.array([1, 2], np.uint64), lengths=np.array([1, 1], np.int32))
         samples = [calls.ParsedRequest({"user": bags, "dense": np.zeros((2, 2), np.float32)}, {"user": 2}, 2)] * 2
-        found = calls.Predictions(session, 100).run("ranker", samples)
+        found = asyncio.run(calls.Predictions(session, 100).run("ranker", samples))
     finally:
         cases_outputs.update(before)
     assert [call[2]["samples"] for call in session.calls] == [4, 2, 2]

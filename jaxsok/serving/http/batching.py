@@ -157,20 +157,18 @@ class Batcher(Generic[Payload, Result]):
                 job.answer.set_result(result)
 
     async def _call(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
-        is_split = False
-        try:
-            results: Sequence[Result | BaseException] = await self._run(payloads)
-        except Exception as error:
-            results, is_split = [error], len(payloads) > 1
+        results = await self._try(payloads)
+        is_split = len(results) < len(payloads)
         if is_split:
             _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
-            results = [await self._run_alone(payload) for payload in payloads]
+            results = [(await self._try([payload]))[0] for payload in payloads]
         if self._observe is not None:
             self._observe(payloads, is_split)
         return results
 
-    async def _run_alone(self, payload: Payload) -> Result | BaseException:
+    async def _try(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
+        """Returns the results of a call, or its error alone."""
         try:
-            return (await self._run([payload]))[0]
+            return await self._run(payloads)
         except Exception as error:
-            return error
+            return [error]

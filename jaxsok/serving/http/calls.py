@@ -3,7 +3,7 @@
 import abc
 import collections
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,35 +39,21 @@ class ParsedRequest:
         return self.num_samples or sum(self.num_keys.values())
 
 
-Ask = Callable[[ParsedRequest], Awaitable[Any]]  # calls the session for requests that are joined to one
-
-
 @dataclasses.dataclass(frozen=True)
 class _Calls(abc.ABC):
     session: Any
     max_keys: int  # of one request
+    is_remote: bool = False  # whether the session is that of a front end
     op: ClassVar[str]
 
-    def run(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
-        """Runs requests in as few calls of the session as they allow, in this thread."""
-
-        async def ask(request: ParsedRequest) -> Any:
-            return getattr(self.session, self.op)(request.arrays, model=model)
-
-        answer = self.answer(model, requests, ask)
-        while True:
-            try:
-                answer.send(None)  # runs all of it, since `ask` waits for no event loop
-            except StopIteration as end:
-                return end.value
-
-    async def run_remote(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
-        ask = getattr(self.session, self.op)
-        return await self.answer(model, requests, lambda request: ask(request, model))
-
     @abc.abstractmethod
-    async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
-        """Joins requests to calls of the session, and splits its answers."""
+    async def run(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
+        """Runs requests in as few calls of the session as they allow; waits for nothing but a remote session."""
+
+    async def ask(self, model: str, request: ParsedRequest) -> Any:
+        """Calls the session for requests that are joined to one."""
+        call = getattr(self.session, self.op)
+        return await call(request, model) if self.is_remote else call(request.arrays, model=model)
 
 
 class Lookups(_Calls):
@@ -95,13 +81,13 @@ class Lookups(_Calls):
         _check_most(total, self.max_keys, op)
         return ParsedRequest(keys, {name: array.size for name, array in keys.items()})
 
-    async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
+    async def run(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
         """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
         keys_of = [request.arrays for request in requests]
         names = list(dict.fromkeys(name for keys in keys_of for name in keys))
         joined = {name: np.concatenate([keys[name].reshape(-1) for keys in keys_of if name in keys]) for name in names}
         num_keys = {name: keys.size for name, keys in joined.items()}
-        answer = await ask(ParsedRequest(joined, num_keys, num_requests=len(requests)))
+        answer = await self.ask(model, ParsedRequest(joined, num_keys, num_requests=len(requests)))
         rows = {name: np.asarray(answer[name], np.float32) for name in names}
         results, ends = [], dict.fromkeys(names, 0)
         for request in requests:
@@ -165,7 +151,7 @@ class Predictions(_Calls):
             _check_most(number, model.max_keys[table], f'{op}: table "{table}"')
         return ParsedRequest(inputs, num_keys, num_samples)
 
-    async def answer(self, model: str, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
+    async def run(self, model: str, requests: Sequence[ParsedRequest]) -> Results:
         """Gives each request its outputs, and the version.
 
         Requests share a call if their samples have one shape and each output has a row for each sample: a mean over the
@@ -177,27 +163,27 @@ class Predictions(_Calls):
             groups.setdefault(_shapes(request) if can_join else number, []).append(number)
         results: list[Any] = [None] * len(requests)
         for numbers in groups.values():
-            found = await _run_joined(known, [requests[number] for number in numbers], ask)
+            found = await self._run_joined(known, [requests[number] for number in numbers])
             for number, result in zip(numbers, found, strict=True):
                 results[number] = result
         return results
 
-
-async def _run_joined(known: Any, requests: Sequence[ParsedRequest], ask: Ask) -> Results:
-    arrays = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
-    num_keys = {table: sum(request.num_keys[table] for request in requests) for table in requests[0].num_keys}
-    answer = await ask(ParsedRequest(arrays, num_keys, sum(each.num_samples for each in requests), len(requests)))
-    outputs = {name: np.asarray(value) for name, value in answer.items()}
-    for name, value in outputs.items():
-        if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
-            outputs[name] = value.astype(np.float32)  # both formats have this dtype
-    if len(requests) == 1:
-        return [(outputs, int(answer.version))]
-    if answer.version != known.version:  # the dense model may be one whose results cannot be cut
-        return [(await _run_joined(known, [request], ask))[0] for request in requests]
-    ends = np.cumsum([request.num_samples for request in requests])[:-1]
-    parts = {name: np.split(value, ends) for name, value in outputs.items()}
-    return [({name: parts[name][i] for name in parts}, int(answer.version)) for i in range(len(requests))]
+    async def _run_joined(self, known: Any, requests: Sequence[ParsedRequest]) -> Results:
+        arrays = {name: _join([request.arrays[name] for request in requests]) for name in requests[0].arrays}
+        num_keys = {table: sum(request.num_keys[table] for request in requests) for table in requests[0].num_keys}
+        num_samples = sum(request.num_samples for request in requests)
+        answer = await self.ask(known.name, ParsedRequest(arrays, num_keys, num_samples, len(requests)))
+        outputs = {name: np.asarray(value) for name, value in answer.items()}
+        for name, value in outputs.items():
+            if value.dtype.kind not in "iu" and value.dtype not in (np.float32, np.float64):
+                outputs[name] = value.astype(np.float32)  # both formats have this dtype
+        if len(requests) == 1:
+            return [(outputs, int(answer.version))]
+        if answer.version != known.version:  # the dense model may be one whose results cannot be cut
+            return [(await self._run_joined(known, [request]))[0] for request in requests]
+        ends = np.cumsum([request.num_samples for request in requests])[:-1]
+        parts = {name: np.split(value, ends) for name, value in outputs.items()}
+        return [({name: parts[name][i] for name in parts}, int(answer.version)) for i in range(len(requests))]
 
 
 def _parse(kind: Lookups | Predictions, body: bytes, given: str, model: Any) -> dict[str, Any]:
@@ -256,3 +242,12 @@ def _join(values: Sequence[Any]) -> Any:
     keys, lengths = (np.concatenate([getattr(bags, part) for bags in values]) for part in ("keys", "lengths"))
     weights = None if values[0].weights is None else np.concatenate([bags.weights for bags in values])
     return Bags(keys, lengths=lengths, weights=weights)
+
+
+def finish(work: Coroutine[Any, Any, Results]) -> Results:
+    """Runs a coroutine that waits for nothing, in this thread."""
+    while True:
+        try:
+            work.send(None)
+        except StopIteration as end:
+            return end.value

@@ -36,7 +36,7 @@ _OF_SESSION = (  # kind, metric, its name in `Session.stats`, and its text
 )
 
 
-class Metrics:
+class Metrics(registry.Collector):
     """Counters and histograms of one server.
 
     Front ends (processes.py) count requests in files below `front_ends`; the process of the session adds these up.
@@ -73,8 +73,8 @@ class Metrics:
         text = "calls that failed and were run request by request"
         self.splits = metric(counter, "batch_splits", text, *asked, **here)
         self.watched = metric(counter, "watched_updates", "folders that --watch found", "model", "result", **here)
-        self.registry.register(_AtScrape(stats))
-
+        self._stats = stats
+        self.registry.register(self)
         self._children = functools.cache(
             lambda *labels: [family.labels(*labels) for family in (self.latency, self.received, self.sent)]
         )
@@ -92,12 +92,8 @@ class Metrics:
         """Formats all metrics for Prometheus. Asks the session: call it off the event loop."""
         return prometheus_client.generate_latest(self.registry)
 
-
-class _AtScrape(registry.Collector):
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-
     def collect(self) -> Iterable[core.Metric]:
+        """Reads the session's counters."""
         stats = self._stats()
         for kind, metric, name, text in _OF_SESSION:
             values = {model: found.get(name) for model, found in stats.items()}

@@ -151,11 +151,10 @@ class Processes:
 
     async def _keep(self, number: int) -> None:
         where = self._sockets[number]
-        settings = self._path, self._counts, self.app.options, self._of_clients
+        settings = where, self._path, self._counts, self.app.options, self._of_clients
         with where:  # a front end that ends leaves its socket, and the connections that wait there, to the next
             while not self._stopping.is_set():
-                arguments = number, where, self._models, *settings
-                process = self._context.Process(target=_work, args=arguments, daemon=True)
+                process = self._context.Process(target=_work, args=(number, self._models, *settings), daemon=True)
                 await asyncio.to_thread(process.start)
                 self._running[number] = process
                 if self._stopping.is_set():
@@ -233,8 +232,8 @@ async def _wait_for_end(pid: int) -> None:
 
 def _work(
     number: int,
-    where: socket.socket,
     models: Mapping[str, Any],
+    where: socket.socket,
     path: str,
     counts: Any,
     options: ServerOptions,

@@ -29,7 +29,7 @@ from jaxsok.serving.artifact.inputs import input_to_json
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
-from jaxsok.serving.http.calls import Arrays, Lookups, ParsedRequest, Predictions
+from jaxsok.serving.http.calls import Arrays, Lookups, ParsedRequest, Predictions, Results, finish
 from jaxsok.serving.http.metrics import Metrics
 from jaxsok.serving.http.remote import Remote
 from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
@@ -156,7 +156,9 @@ class App:
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
-        self.kinds = {kind.op: kind(session, self.options.max_keys) for kind in (Lookups, Predictions)}
+        self._is_remote = isinstance(session, Remote)
+        kinds = (kind(session, self.options.max_keys, self._is_remote) for kind in (Lookups, Predictions))
+        self.kinds = {kind.op: kind for kind in kinds}
         pages = {"/readyz": self._readyz, "/metrics": self._metrics}
         pages["/healthz"] = lambda _: JSONResponse({"status": "ok"})
         asked = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
@@ -350,19 +352,17 @@ class App:
             raise ClosedError
         labels = kind.op, model.name
 
-        def call(payloads: Sequence[ParsedRequest]) -> list[Any]:
+        async def call(payloads: Sequence[ParsedRequest]) -> Results:
             with self._counted():
-                return kind.run(model.name, payloads)
+                return await kind.run(model.name, payloads)
 
         # Threads for each model, so that a slow model delays no other.
-        is_remote = isinstance(self.session, Remote)
-        pool = None if is_remote else self._pool(self.options.num_workers, "jaxsok-call")
+        pool = None if kind.is_remote else self._pool(self.options.num_workers, "jaxsok-call")
 
-        async def run(payloads: Sequence[ParsedRequest]) -> list[Any]:
-            if not is_remote:
-                return await asyncio.get_running_loop().run_in_executor(pool, call, payloads)
-            with self._counted():
-                return await kind.run_remote(model.name, payloads)
+        async def run(payloads: Sequence[ParsedRequest]) -> Results:
+            if pool is None:
+                return await call(payloads)
+            return await asyncio.get_running_loop().run_in_executor(pool, lambda: finish(call(payloads)))
 
         def observe(payloads: Sequence[ParsedRequest], is_split: bool) -> None:
             self.metrics.batch_requests.labels(*labels).observe(sum(payload.num_requests for payload in payloads))
@@ -374,7 +374,7 @@ class App:
             {"": model.max_batch_size, **model.max_keys},  # by the names of `ParsedRequest.costs`
             max_delay_s=self.options.max_delay_ms / 1000,
             num_workers=self.options.num_workers,
-            observe=None if is_remote else observe,  # counted where the calls are made
+            observe=None if kind.is_remote else observe,  # counted where the calls are made
             observe_depth=self.metrics.depth.labels(*labels).set,
         )
         return self._batchers[labels]
@@ -421,8 +421,7 @@ class App:
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
-        is_remote = isinstance(self.session, Remote)
-        text = await (self.session.scrape() if is_remote else asyncio.to_thread(self.metrics.text))
+        text = await (self.session.scrape() if self._is_remote else asyncio.to_thread(self.metrics.text))
         return Response(text, headers={"Content-Type": self.metrics.content_type})
 
     def _stats(self) -> dict[str, dict[str, Any]]:
