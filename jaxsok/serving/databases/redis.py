@@ -141,14 +141,10 @@ class RedisDatabase(Database):
         return (fields[part] for part in slices(len(fields), self.max_batch_size))
 
     def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-
-        def run() -> list[Any]:
-            pipeline = self._client.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            return pipeline.execute()
-
-        return self._call(run) if commands else []
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return self._call(pipeline.execute) if commands else []
 
     def _call(self, run: Callable[[], Any]) -> Any:
         with self._places:

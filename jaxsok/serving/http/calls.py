@@ -52,8 +52,9 @@ class _Calls(abc.ABC):
 
     async def ask(self, model: str, request: ParsedRequest) -> Any:
         """Calls the session for requests that are joined to one."""
-        call = getattr(self.session, self.op)
-        return await call(request, model) if self.is_remote else call(request.arrays, model=model)
+        if self.is_remote:
+            return await self.session.ask(self.op, model, request)
+        return getattr(self.session, self.op)(request.arrays, model=model)
 
 
 class Lookups(_Calls):

@@ -89,6 +89,7 @@ class Processes:
         where = {"watch": watch, "watch_interval_s": watch_interval_s}
         self.app = App(session, options, front_ends=self._folder.name, **where)
         self.address = running.address_of(sockets[0], security.scheme)
+        self._path = os.path.join(self._folder.name, "session")
         self._sockets, self._on_ready = sockets, on_ready
         self._of_clients = {"security": security, "access_log": access_log}
         self._context = multiprocessing.get_context("forkserver")
@@ -139,10 +140,6 @@ class Processes:
                 self._signal(signal.SIGKILL)
             server.close()
             await asyncio.gather(*keepers)
-
-    @property
-    def _path(self) -> str:
-        return os.path.join(self._folder.name, "session")
 
     def _signal(self, number: int) -> None:
         for pid in self.pids:

@@ -69,16 +69,16 @@ class Remote:
         self._path, self.models = path, models
         self._free: list[_Connection] = []  # without a frame under way; the last one is taken first
 
-    async def lookup(self, request: ParsedRequest, model: str) -> Answer:
-        """Looks up keys without shape; all are one array on the way, and all rows: tens of tables take less time so."""
-        tables = self.models[model].tables
-        version, found = await self._send("lookup", _about(request, model), {"": join(request.arrays)})
-        rows = split(found[""], {name: size * tables[name].dim for name, size in request.num_keys.items()})
-        return Answer({name: row.reshape(-1, tables[name].dim) for name, row in rows.items()}, version=version)
-
-    async def predict(self, request: ParsedRequest, model: str) -> Answer:
-        version, arrays = await self._send("predict", _about(request, model), request.arrays)
-        return Answer(arrays, version=version)
+    async def ask(self, op: str, model: str, request: ParsedRequest) -> Answer:
+        """Looks up keys without shape, or predicts; keys are one array on the way, and rows: that takes less time."""
+        about, arrays = (model, request.num_keys, request.num_samples, request.num_requests), request.arrays
+        if op != "lookup":
+            version, found = await self._send(op, about, arrays)
+            return Answer(found, version=version)
+        dims = {name: table.dim for name, table in self.models[model].tables.items()}
+        version, found = await self._send(op, about, {"": join(arrays)})
+        rows = split(found[""], {name: size * dims[name] for name, size in request.num_keys.items()})
+        return Answer({name: row.reshape(-1, dims[name]) for name, row in rows.items()}, version=version)
 
     async def scrape(self) -> bytes:
         return (await self._send("scrape", None))[0]
@@ -99,13 +99,16 @@ class Remote:
 
     async def _send(self, op: str, about: Any, arrays: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Asks on the event loop: to hand a frame to a thread and its answer back would take longer than both."""
-        connection = self._free.pop() if self._free else _Connection()
+        connection = None
         try:
-            if connection.transport is None:
-                await asyncio.get_running_loop().create_unix_connection(lambda: connection, self._path)
+            if self._free:
+                connection = self._free.pop()
+            else:
+                _, connection = await asyncio.get_running_loop().create_unix_connection(_Connection, self._path)
             text, data = await connection.ask(pack((op, about), arrays or {}))
         except BaseException as error:  # also a caller that is cancelled: the answer would be the next one's
-            connection.close()
+            if connection is not None:
+                connection.transport.abort()
             if isinstance(error, OSError):
                 raise ClosedError from None
             raise
@@ -120,7 +123,7 @@ class _Connection(asyncio.BufferedProtocol):
     """A connection of the event loop, which reads frames where they stay; one frame is under way at a time."""
 
     def __init__(self) -> None:
-        self.transport: Any = None
+        self.transport: Any = None  # from the beginning of the connection on
         self._parts, self._place = [_buffer(SIZES.size)], 0  # sizes, head and data of a frame, as far as they came
         self._answer: asyncio.Future[Sequence[memoryview]] | None = None
 
@@ -131,10 +134,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(frame)
         return await self._answer
-
-    def close(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -156,10 +155,6 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionError())
-
-
-def _about(request: ParsedRequest, model: str) -> tuple[Any, ...]:
-    return model, request.num_keys, request.num_samples, request.num_requests
 
 
 def _buffer(num_bytes: int) -> memoryview:

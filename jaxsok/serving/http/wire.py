@@ -42,6 +42,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KEY = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}  # of JSON
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -191,10 +192,7 @@ def _flatten(value: Any, what: str, kinds: set[type], wanted: str) -> tuple[list
 
 
 def _kind(value: Any) -> str:
-    for kinds, name in ((bool, "boolean"), ((int, float), "number"), (str, "string"), (list, "list"), (dict, "object")):
-        if isinstance(value, kinds):
-            return name
-    return "null"
+    return _KINDS.get(type(value), "null")
 
 
 def _with_kind(value: Any) -> str:
