@@ -28,7 +28,7 @@ from waiting import wait_until
 
 from jaxsok import Bags
 from jaxsok.serving import errors
-from jaxsok.serving.http import batching, processes, remote
+from jaxsok.serving.http import batching, processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -297,11 +297,11 @@ def test_frames_keep_all_arrays():
         "half": np.array([[1.5]], ml_dtypes.bfloat16),
         "bags": Bags(np.arange(3, dtype=np.uint64), lengths=np.array([1, 2], np.int32)),
     }
-    frame = remote.pack(("head", 7), given)
-    size, data_size = remote.SIZES.unpack(frame[: remote.SIZES.size])
-    text = frame[remote.SIZES.size :][:size]
-    head, got = remote.unpack(text, frame[remote.SIZES.size + size :])
-    assert head == ("head", 7) and len(frame) == remote.SIZES.size + size + data_size
+    frame = processes.pack(("head", 7), given)
+    size, data_size = processes.SIZES.unpack(frame[: processes.SIZES.size])
+    text = frame[processes.SIZES.size :][:size]
+    head, got = processes.unpack(text, frame[processes.SIZES.size + size :])
+    assert head == ("head", 7) and len(frame) == processes.SIZES.size + size + data_size
     for name in ("a", "none", "half"):
         assert got[name].dtype == given[name].dtype
         np.testing.assert_array_equal(got[name], given[name])
@@ -316,18 +316,18 @@ def test_a_frame_that_is_given_up_answers_no_other(tmp_path):
     async def serve(reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             while True:
-                sizes = remote.SIZES.unpack(await reader.readexactly(remote.SIZES.size))
-                (_, about), _ = remote.unpack(*[await reader.readexactly(size) for size in sizes])
+                sizes = processes.SIZES.unpack(await reader.readexactly(processes.SIZES.size))
+                (_, about), _ = processes.unpack(*[await reader.readexactly(size) for size in sizes])
                 if about == "end":
                     break
                 await asyncio.sleep(0.2 * (about == "slow"))
-                for byte in remote.pack(about, {"rows": np.arange(3, dtype=np.float32)}):
+                for byte in processes.pack(about, {"rows": np.arange(3, dtype=np.float32)}):
                     writer.write(bytes([byte]))
                     await asyncio.sleep(0)
         writer.close()
 
     async def ask():
-        session = remote.Remote(path, {})
+        session = processes.Remote(path, {})
         async with await asyncio.start_unix_server(serve, path):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session._send("lookup", "slow"), 0.05)
@@ -350,13 +350,13 @@ def test_a_front_end_follows_versions_over_one_connection(tmp_path):
         connections.append(writer)
         with contextlib.closing(writer):
             for version in range(7):  # then the process of the session ends
-                sizes = remote.SIZES.unpack(await reader.readexactly(remote.SIZES.size))
-                (op, about), _ = remote.unpack(*[await reader.readexactly(size) for size in sizes])
+                sizes = processes.SIZES.unpack(await reader.readexactly(processes.SIZES.size))
+                (op, about), _ = processes.unpack(*[await reader.readexactly(size) for size in sizes])
                 asked.append((op, about))
-                writer.write(remote.pack({"model": types.SimpleNamespace(version=version)}, {}))
+                writer.write(processes.pack({"model": types.SimpleNamespace(version=version)}, {}))
 
     async def follow():
-        session = remote.Remote(path, {"model": types.SimpleNamespace(version=0)})
+        session = processes.Remote(path, {"model": types.SimpleNamespace(version=0)})
         async with await asyncio.start_unix_server(serve, path):
             with pytest.raises(batching.ClosedError):
                 await asyncio.wait_for(session.follow(3), 20)

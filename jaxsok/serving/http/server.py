@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
@@ -31,7 +31,6 @@ from jaxsok.serving.http import wire
 from jaxsok.serving.http.batching import Batcher, ClosedError
 from jaxsok.serving.http.calls import Arrays, Lookups, ParsedRequest, Predictions, Results, finish
 from jaxsok.serving.http.metrics import Metrics
-from jaxsok.serving.http.remote import Remote
 from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
 
@@ -128,8 +127,9 @@ class App:
     """The ASGI application (`asgi`) over one session, with its batchers, threads and counters.
 
     Work begins with the application's lifespan, whose end closes the session. `watch` is a folder of exports and deltas
-    (watch.py): those in it are applied before the first request, later ones as they come. `held` and `front_ends` are
-    of a server of several processes (processes.py): what all of them hold, and the folder of their counts.
+    (watch.py): those in it are applied before the first request, later ones as they come. Of a server of several
+    processes (processes.py), a front end is given what all of them hold, and a remote session; the process of the
+    session the folder of their counts.
     """
 
     def __init__(
@@ -156,20 +156,20 @@ class App:
         self._lock = threading.Lock()  # guards num_running
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
-        self._is_remote = isinstance(session, Remote)
-        kinds = (kind(session, self.options.max_keys, self._is_remote) for kind in (Lookups, Predictions))
-        self.kinds = {kind.op: kind for kind in kinds}
-        pages = {"/readyz": self._readyz, "/metrics": self._metrics}
-        pages["/healthz"] = lambda _: JSONResponse({"status": "ok"})
-        asked = [("GET", "", "models", self._models), ("GET", "/{model}", "model", self._model_page)]
-        asked += [
-            ("POST", f"/{{model}}/{op}", op, functools.partial(self._ask, kind)) for op, kind in self.kinds.items()
+        self._is_front_end = held is not None
+        kinds, most = (Lookups, Predictions), self.options.max_keys
+        self.kinds = {kind.op: kind(session, most, self._is_front_end) for kind in kinds}
+        routes = [
+            Route("/healthz", lambda _: JSONResponse({"status": "ok"})),
+            Route("/readyz", self._readyz),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", _Endpoint(self, "models", self._models), methods=["GET"]),
+            Route("/v1/models/{model}", _Endpoint(self, "model", self._model_page), methods=["GET"]),
         ]
-        routes = [Route(path, page) for path, page in pages.items()]
-        for method, path, name, answer in asked:
-            routes.append(Route(f"/v1/models{path}", _Endpoint(self, name, answer), methods=[method]))
-        handlers = {HTTPException: http_error}
-        self.asgi = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
+        for op, kind in self.kinds.items():
+            endpoint = _Endpoint(self, op, functools.partial(self._ask, kind))
+            routes.append(Route(f"/v1/models/{{model}}/{op}", endpoint, methods=["POST"]))
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: http_error}, lifespan=self.lifespan)
         self.asgi.router.redirect_slashes = False
 
     @property
@@ -337,24 +337,19 @@ class App:
         self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
         return self._pools[-1]
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        with self._lock:
-            self.num_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.num_running -= 1
-
     def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[ParsedRequest, Any]:
         if self._bodies is None:
             raise ClosedError
         labels = kind.op, model.name
 
         async def call(payloads: Sequence[ParsedRequest]) -> Results:
-            with self._counted():
+            with self._lock:
+                self.num_running += 1
+            try:
                 return await kind.run(model.name, payloads)
+            finally:
+                with self._lock:
+                    self.num_running -= 1
 
         # Threads for each model, so that a slow model delays no other.
         pool = None if kind.is_remote else self._pool(self.options.num_workers, "jaxsok-call")
@@ -421,7 +416,7 @@ class App:
         return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
-        text = await (self.session.scrape() if self._is_remote else asyncio.to_thread(self.metrics.text))
+        text = await (self.session.scrape() if self._is_front_end else asyncio.to_thread(self.metrics.text))
         return Response(text, headers={"Content-Type": self.metrics.content_type})
 
     def _stats(self) -> dict[str, dict[str, Any]]:
