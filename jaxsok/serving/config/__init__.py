@@ -5,9 +5,8 @@ sets nothing in jaxsok: it is checked, and `Config.without_effect` lists it. A k
 rows would differ from what was asked for. Unknown keys are refused as well, with the nearest name; HPS ignores them.
 """
 
-from jaxsok.serving.config.reader import read
+from jaxsok.serving.config.files import read, write
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
-from jaxsok.serving.config.writer import write
 from jaxsok.serving.errors import ConfigError
 
 __all__ = [

@@ -328,14 +328,15 @@ DATABASE_KEYS: dict[str, Keys] = {
         **without_effect(_OF_KAFKA, keys.COUNT, "max_commit_interval"),
         **without_effect(_OLDER, keys.UNREAD, "max_receive_buffer_size"),
     },
-}  # the keys of the blocks of databases
-OLDER_DATABASES = ("cpu_memory_db", "distributed_db")  # the blocks of HPS 3.3 that later became volatile_db
-OLDER_DATABASE_KEYS = without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
+}
+DATABASE_KEYS |= dict.fromkeys(  # the blocks of HPS 3.3 that later became volatile_db
+    ("cpu_memory_db", "distributed_db"), without_effect(_OLDER, keys.UNREAD, *DATABASE_KEYS["volatile_db"])
+)
 TOP_KEYS: Keys = {
     "supportlonglong": Key(keys.BOOL, keys.REQUIRED),
     "fuse_embedding_table": Key(keys.BOOL),
     "models": Key(keys.list_of(keys.BLOCK, "a list of models"), keys.REQUIRED),
-    **dict.fromkeys((*DATABASE_KEYS, *OLDER_DATABASES), Key(keys.BLOCK)),
+    **dict.fromkeys(DATABASE_KEYS, Key(keys.BLOCK, {})),
     **without_effect(
         f"{_OLDER}; rows come from sparse_files",
         keys.UNREAD,

@@ -1,4 +1,4 @@
-"""Reads a configuration: checks parsed JSON key by key and makes values of it (values.py)."""
+"""Reads and writes configurations: checks parsed JSON key by key, and makes values of it (values.py)."""
 
 import collections
 import contextlib
@@ -71,6 +71,33 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     return _Reader(str(path)).config(_parse_file(path))
 
 
+def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> None:
+    """Writes a configuration as a JSON file, which HPS and `serving.open` read; a file that is there is replaced.
+
+    Keys that have their defaults are left out. What only jaxsok knows is in blocks called `jaxsok`, which HPS ignores.
+    A default of None becomes `null`, which HPS does not read: give each TableConfig a number for HPS.
+
+    Args:
+      path: of the file.
+      config: a `Config` of ModelConfigs and TableConfigs, or a mapping as HPS has it. It is checked as it is read.
+
+    Raises:
+      ConfigError: what `read_config` raises; nothing is written.
+
+    Example:
+      >>> import tempfile
+      >>> table = TableConfig("user", dim=16, file="/models/user", default=0.0, max_keys_per_sample=2)
+      >>> config = Config((ModelConfig("dlrm", (table,), deployed_device_list=(0,)),), supportlonglong=True)
+      >>> with tempfile.NamedTemporaryFile() as file:
+      ...     write(file.name, config)
+      ...     read(file.name) == config
+      True
+    """
+    given = _json_of(config) if isinstance(config, Config) else config
+    read(given)
+    pathlib.Path(path).write_text(json.dumps(given, indent=1) + "\n")
+
+
 class _Repeated(dict):
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -120,13 +147,10 @@ class _Reader:
         top = self.block("", given, values_lib.TOP_KEYS)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
-        of_block = {name: self.block(name, top[name] or {}, keys) for name, keys in values_lib.DATABASE_KEYS.items()}
+        of_block = {name: self.block(name, top[name], keys) for name, keys in values_lib.DATABASE_KEYS.items()}
+        volatile_db = _make(VolatileDb, of_block["volatile_db"]) if "volatile_db" in given else Config.volatile_db
+        persistent_db = _make(PersistentDb, of_block["persistent_db"])
         update_source = _make(UpdateSource, of_block["update_source"])
-        volatile_db, persistent_db = VolatileDb("parallel_hash_map"), _make(PersistentDb, of_block["persistent_db"])
-        if "volatile_db" in given:
-            volatile_db = _make(VolatileDb, of_block["volatile_db"])
-        for name in values_lib.OLDER_DATABASES:
-            self.block(name, top[name] or {}, values_lib.OLDER_DATABASE_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
         if volatile_db.type == persistent_db.type == "disabled":
@@ -376,3 +400,32 @@ def _join(path: str, name: str) -> str:
 def _freeze(value: Any) -> Any:
     value = list(value.items()) if isinstance(value, Mapping) else value
     return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _json_of(config: Config) -> dict[str, Any]:
+    fused = {} if config.fuse_embedding_table is None else {"fuse_embedding_table": config.fuse_embedding_table}
+    models = [_json_of_model(model) for model in config.models]
+    found: dict[str, Any] = {"supportlonglong": config.supportlonglong, **fused, "models": models}
+    if config.volatile_db != Config.volatile_db:
+        found["volatile_db"] = {"type": config.volatile_db.type, **_keys_of(config.volatile_db)}
+        if config.volatile_db.type == "redis_cluster":  # its default depends on the machine
+            found["volatile_db"]["num_partitions"] = config.volatile_db.num_partitions
+    if config.persistent_db != PersistentDb():
+        found["persistent_db"] = {**_keys_of(config.persistent_db), "path": config.persistent_db.path}
+    if config.update_source != UpdateSource():
+        found["update_source"] = _keys_of(config.update_source)
+    return found
+
+
+def _json_of_model(model: ModelConfig) -> dict[str, Any]:
+    lists = {name: [getattr(table, field) for table in model.tables] for name, field in values_lib.PER_TABLE.items()}
+    return {"model": model.model, **lists, **_keys_of(model)}
+
+
+def _keys_of(value: Any) -> dict[str, Any]:
+    """Gives the keys of a block that differ from their defaults, with those of its block `jaxsok`."""
+    blocks: dict[str, dict[str, Any]] = {"": {}, "jaxsok": {}}
+    for field in dataclasses.fields(value):
+        if "key" in field.metadata and getattr(value, field.name) != field.metadata["key"].default:
+            blocks[field.metadata["block"]][field.name] = getattr(value, field.name)
+    return {**blocks[""], **({"jaxsok": blocks["jaxsok"]} if blocks["jaxsok"] else {})}
