@@ -358,8 +358,10 @@ def test_a_front_end_follows_versions_over_one_connection(tmp_path):
     async def follow():
         session = processes.Remote(path, {"model": types.SimpleNamespace(version=0)})
         async with await asyncio.start_unix_server(serve, path):
+            connected = socket.socket(socket.AF_UNIX)
+            connected.connect(path)
             with pytest.raises(batching.ClosedError):
-                await asyncio.wait_for(session.follow(3), 20)
+                await asyncio.wait_for(session.follow(3, connected), 20)
         assert session.models["model"].version == 6
 
     asyncio.run(follow())

@@ -262,11 +262,13 @@ class Remote:
     async def scrape(self) -> bytes:
         return (await self._send("scrape", None))[0]
 
-    async def follow(self, number: int) -> None:
+    async def follow(self, number: int, connected: socket.socket) -> None:
         """Reports that this front end is ready, then keeps `models` as they are served, until the other process ends.
 
-        All frames take one connection, since clients may have taken all other descriptors.
+        All frames take one connection, made before: clients may have taken all other descriptors.
         """
+        _, connection = await asyncio.get_running_loop().create_unix_connection(_Connection, sock=connected)
+        self._free.append(connection)
         await self._send("ready", number)
         while True:
             versions = {name: model.version for name, model in self.models.items()}
@@ -354,6 +356,8 @@ def _work(
     folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
     prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
     log_to_stderr()
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(path)
     session, tasks = Remote(path, models), list[asyncio.Task[None]]()
     # Requests wait for company where those of all front ends meet.
     app = App(session, dataclasses.replace(options, max_delay_ms=0.0), held=Held(counts, number))
@@ -361,7 +365,7 @@ def _work(
     async def follow() -> None:
         """Ends this process with that of the session; removes the folder if that one was killed."""
         with contextlib.suppress(Exception):
-            await session.follow(number)
+            await session.follow(number, connected)
         await asyncio.sleep(LAST_WORDS_S)
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
