@@ -45,7 +45,8 @@ class Metrics(registry.Collector):
     content_type = prometheus_client.CONTENT_TYPE_LATEST
 
     def __init__(self, stats: Stats, front_ends: str | None = None) -> None:
-        self.registry = of_requests = prometheus_client.CollectorRegistry()
+        self._stats, self.registry = stats, prometheus_client.CollectorRegistry()
+        of_requests = self.registry
         if front_ends is not None:
             multiprocess.MultiProcessCollector(self.registry, front_ends)
             of_requests = prometheus_client.CollectorRegistry()  # never read: this process takes no requests
@@ -73,7 +74,6 @@ class Metrics(registry.Collector):
         text = "calls that failed and were run request by request"
         self.splits = metric(counter, "batch_splits", text, *asked, **here)
         self.watched = metric(counter, "watched_updates", "folders that --watch found", "model", "result", **here)
-        self._stats = stats
         self.registry.register(self)
         self._children = functools.cache(
             lambda *labels: [family.labels(*labels) for family in (self.latency, self.received, self.sent)]
@@ -93,7 +93,6 @@ class Metrics(registry.Collector):
         return prometheus_client.generate_latest(self.registry)
 
     def collect(self) -> Iterable[core.Metric]:
-        """Reads the session's counters."""
         stats = self._stats()
         for kind, metric, name, text in _OF_SESSION:
             values = {model: found.get(name) for model, found in stats.items()}

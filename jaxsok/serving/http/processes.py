@@ -196,9 +196,7 @@ class Processes:
                     frame = await self.app.off_loop(num_bytes, pack, head, found)
                 except Exception as error:
                     head: Exception = error
-                    if isinstance(error, ServingError):
-                        head = type(error)(str(error))
-                    elif not isinstance(error, ClosedError):
+                    if not isinstance(error, ServingError | ClosedError):
                         _log.error("%s failed", op, exc_info=error)
                         head = RuntimeError(f"{op}: {error!r}")
                     frame = pack(head, {})
@@ -412,6 +410,5 @@ def join(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def split(joined: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Splits what `join` has joined."""
     ends = itertools.accumulate(sizes.values())
     return {name: joined[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)}

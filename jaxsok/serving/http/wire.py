@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import orjson
@@ -23,10 +23,9 @@ import orjson
 from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError, RequestTooLargeError
 
-JSON = "application/json"
 TENSORS = "application/vnd.jaxsok.v1+safetensors"
-MEDIA_TYPES = {"json": JSON, "tensors": TENSORS}
-_FORMATS: dict[str | None, Literal["json", "tensors"]] = {JSON: "json", TENSORS: "tensors"}
+MEDIA_TYPES = {"json": "application/json", "tensors": TENSORS}
+_FORMATS: dict[str | None, str] = {media_type: given for given, media_type in MEDIA_TYPES.items()}
 
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
@@ -348,7 +347,7 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
     return Bags(values, lengths=lengths.astype(np.int32), weights=weights)
 
 
-def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
+def media_type_of(content_type: str | None) -> str | None:
     """Finds the format that a Content-Type names; None: neither."""
     if (given := _FORMATS.get(content_type)) is not None:  # without more, as most clients write it
         return given
@@ -359,7 +358,7 @@ def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None
     return _FORMATS.get(header.get_content_type())
 
 
-def choose_format(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
+def choose_format(accept: str | None, default: str) -> str | None:
     """Finds the format that an Accept header asks for; `default` where it leaves the choice; None: neither."""
     if accept is None or accept.strip() in ("", "*/*"):
         return default
@@ -372,4 +371,4 @@ def choose_format(accept: str | None, default: Literal["json", "tensors"]) -> Li
         for given, media_type in MEDIA_TYPES.items()
     }
     best = max(weights, key=lambda given: (weights[given], given == default))
-    return best if weights[best] else None  # pyright: ignore[reportReturnType]
+    return best if weights[best] else None
