@@ -30,13 +30,12 @@ class Security:
         cert, key = given.get("tls_cert"), given.get("tls_key")
         if key is not None and cert is None:
             raise ValueError(f"serve: --tls-key: got {key!r} without --tls-cert; give both.")
-        found = cls(_read_tokens(given.get("token_file")))
+        tokens = _read_tokens(given.get("token_file"))
         if cert is None:
-            return found
+            return cls(tokens)
         files = [os.fspath(path) for path in (key, cert) if path is not None]
         try:
-            pem = b"\n".join([pathlib.Path(path).read_bytes() for path in files])
-            found = dataclasses.replace(found, pem=pem)
+            found = cls(tokens, b"\n".join([pathlib.Path(path).read_bytes() for path in files]))
             found.context()
         except OSError as error:  # also errors of OpenSSL
             names = " and ".join(reversed(files))
