@@ -139,9 +139,16 @@ class Batcher(Generic[Payload, Result]):
         self._observe_depth(len(self._waiting))
 
     async def _answer(self, jobs: Sequence[_Job[Payload]]) -> None:
+        payloads = [job.payload for job in jobs]
         self._num_running += 1
         try:
-            results = await self._call([job.payload for job in jobs])
+            results = await self._try(payloads)
+            is_split = len(results) < len(payloads)
+            if is_split:
+                _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
+                results = [(await self._try([payload]))[0] for payload in payloads]
+            if self._observe is not None:
+                self._observe(payloads, is_split)
         except BaseException as error:  # of the call itself, as of an executor that is shut down
             results = [error] * len(jobs)
             self._closed |= isinstance(error, asyncio.CancelledError)  # a cancelled worker has to end
@@ -155,16 +162,6 @@ class Batcher(Generic[Payload, Result]):
                 job.answer.set_exception(ClosedError() if isinstance(result, asyncio.CancelledError) else result)
             else:
                 job.answer.set_result(result)
-
-    async def _call(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
-        results = await self._try(payloads)
-        is_split = len(results) < len(payloads)
-        if is_split:
-            _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
-            results = [(await self._try([payload]))[0] for payload in payloads]
-        if self._observe is not None:
-            self._observe(payloads, is_split)
-        return results
 
     async def _try(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
         """Returns the results of a call, or its error alone."""
