@@ -106,9 +106,8 @@ class DatabaseRows(RowSource):
         self._read(last, name, keys, missing, rows, is_found)
         late = missing[is_found[missing]]
         if self._lifts and first and len(late) and time.monotonic() >= self._shared.skip_until:
-            first[0].background.offer(
-                None, functools.partial(self._lift, first[0], writes, name, keys[late], rows[late])
-            )
+            lift = functools.partial(self._lift, first[0], writes, name, keys[late], rows[late])
+            first[0].background.offer(None, lift)
         return rows[inverse], is_found[inverse]
 
     def _read(
