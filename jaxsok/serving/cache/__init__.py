@@ -5,6 +5,6 @@ requests.py fetches what they lack from a source of backing.py; programs.py has 
 """
 
 from jaxsok.serving.cache.device_cache import MIN_ROWS as MIN_ROWS, CachedRows, CachedTables, DeviceCache, cache_bytes
-from jaxsok.serving.cache.stats import CacheStats, TableCounts
+from jaxsok.serving.cache.stores import CacheStats, TableCounts
 
 __all__ = ["CacheStats", "CachedRows", "CachedTables", "DeviceCache", "TableCounts", "cache_bytes"]

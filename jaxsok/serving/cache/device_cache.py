@@ -20,8 +20,7 @@ from jaxsok.serving.backing import RowSource, fetch_lines, join_lines, round_row
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
-from jaxsok.serving.cache.stats import Counter
-from jaxsok.serving.cache.stores import Batch, DeviceStores
+from jaxsok.serving.cache.stores import Batch, Counter, DeviceStores
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
 from jaxsok.shards import view_on_host

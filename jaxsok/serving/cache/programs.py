@@ -79,6 +79,12 @@ def empty_store(
     )
 
 
+def query_parts(stores: Sequence[CacheStore]) -> tuple[Any, Any]:
+    """Separates what a query donates, the statistics, from what it only reads."""
+    statistics = tuple(store.statistics for store in stores)
+    return statistics, tuple((store.index, store.counters, store.slabs) for store in stores)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def query(
     layout: Layout,
@@ -126,9 +132,8 @@ def _query_store(
     unique, unique_ids = records[:, :2], records[:, 2]
     row_ids = kernels.find(index, counters, unique, unique_ids)
     statistics = kernels.touch(row_ids, None, clock, statistics)
-    is_hit = row_ids != jnp.uint32(NO_ROW)
     is_of = unique_ids[:, None] == jnp.arange(num_tables, dtype=jnp.uint32)[None, :]
-    hits = (is_of & is_hit[:, None]).sum(axis=0, dtype=jnp.int32)
+    hits = (is_of & (row_ids != jnp.uint32(NO_ROW))[:, None]).sum(axis=0, dtype=jnp.int32)
     if is_expanded:
         wanted = row_ids.at[inverse].get(mode="fill", fill_value=np.uint32(NO_ROW))
         requests = jnp.concatenate([words, ids[:, None], jnp.ones((n, 1), jnp.uint32)], axis=1)
@@ -249,10 +254,8 @@ class CompiledPrograms:
     def _operands(self, name: str, of: Any, *sizes: Any) -> tuple[Any, ...]:
         """Describes a program's operands, which are neither read nor donated; `of` is a store, but of a query."""
         if name == "query":  # of `lookup`, which gives each position its row, or of `lookup_tables`
-            statistics = tuple(form.statistics for form in self._forms)
-            stores = tuple((form.index, form.counters, form.slabs) for form in self._forms)
-            batches = tuple(map(self._keys, *sizes))
-            return self._layout, of, self.is_pinned, statistics, stores, batches, np.uint32(0), np.zeros(2, np.uint32)
+            form, batches = (self._layout, of, self.is_pinned), tuple(map(self._keys, *sizes))
+            return *form, *query_parts(self._forms), batches, np.uint32(0), np.zeros(2, np.uint32)
         form = self._forms[of]
         match name, sizes:
             case "insert", (must_leave, size):

@@ -12,8 +12,7 @@ from jaxsok import keys as keys_lib
 from jaxsok.serving import quantize
 from jaxsok.serving.backing import Lines, fetch_lines
 from jaxsok.serving.cache.programs import LEAST_KEYS, Queried, Sizes
-from jaxsok.serving.cache.stats import Counter
-from jaxsok.serving.cache.stores import DeviceStores, Epoch
+from jaxsok.serving.cache.stores import Counter, DeviceStores, Epoch
 from jaxsok.serving.errors import refusals, require_mapping
 from jaxsok.serving.frozen import FrozenSpec
 from jaxsok.serving.padding import padded_size

@@ -1,9 +1,10 @@
-"""The cached rows on the device, their source, and the lock of both."""
+"""The cached rows on the device, their source, the lock of both, and the counts of the cache."""
 
+import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from jaxtyping import Array
 from jaxsok.serving.backing import Lines, RowSource, join_lines
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS, CompiledPrograms
-from jaxsok.serving.cache.stats import Counter
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
 from jaxsok.serving.padding import NO_KEYS, fill_up, key_words, padded_size
@@ -24,6 +24,7 @@ from jaxsok.types import NO_ROW
 
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
+_MOST_LATER = 64  # counts that wait on the device: reading more of them would take long, and holds arrays
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
@@ -41,13 +42,81 @@ class Batch:
 
     store: int
     num_keys: int
+    size: int  # with padding
     words: Array
     ids: Array
     lines: tuple[Array, ...] | None  # their rows; None: they have none, or leave
 
+
+@dataclasses.dataclass
+class TableCounts:
+    """Counts of the keys of one table since the cache was made: distinct keys of each lookup."""
+
+    distinct: int = 0
+    hits: int = 0
+    misses: int = 0
+    missing: int = 0  # fetched keys that no tier has
+
     @property
-    def size(self) -> int:
-        return self.words.shape[0]
+    def hit_rate(self) -> float:
+        """The hit rate of all lookups together; 1.0 before the first."""
+        return self.hits / self.distinct if self.distinct else 1.0
+
+
+@dataclasses.dataclass
+class CacheStats(TableCounts):
+    """Counts of all tables together."""
+
+    lookups: int = 0
+    keys: int = 0  # occurrences, without padding
+    sync: int = 0  # tables of lookups that waited for rows
+    background: int = 0  # tables of lookups that answered misses with the default
+    dropped: int = 0  # tables of lookups whose misses are not fetched, because too much was waiting
+    fetched: int = 0  # keys asked of the source because they missed
+    inserted: int = 0
+    evicted: int = 0  # rows that left because others came
+    refreshed: int = 0  # rows overwritten by `refresh` and `swap`
+    removed: int = 0  # rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped
+    failed: int = 0  # background fetches whose source raised; logged
+    swaps: int = 0
+
+
+class Counter:
+    """The counts of one cache, added up by many threads."""
+
+    def __init__(self, tables: Iterable[str]) -> None:
+        self._lock = threading.Lock()
+        # Changed and copied under `_lock`: a copy has all of an `add`, or none of it.
+        self._tables = {name: collections.Counter[str]() for name in tables}
+        self._all = collections.Counter[str]()
+        self._later: list[dict[str, Any]] = []  # counts on the device, to be added to those of all tables
+
+    def add(self, table: str | None = None, **more: int) -> None:
+        with self._lock:
+            self._all.update(more)
+            if table is not None:
+                self._tables[table].update(more)
+
+    def add_later(self, **more: Any) -> None:
+        """Adds numbers that the device is to deliver: when counts are asked for, or if too many wait."""
+        with self._lock:
+            self._later.append(more)
+            self._add_all_but(_MOST_LATER)
+
+    def stats(self) -> CacheStats:
+        """Returns the counts of all tables together; waits for programs that insert rows."""
+        with self._lock:
+            self._add_all_but(0)
+            return CacheStats(**self._all)
+
+    def tables(self) -> dict[str, TableCounts]:
+        with self._lock:
+            return {name: TableCounts(**counts) for name, counts in self._tables.items()}
+
+    def _add_all_but(self, most: int) -> None:
+        """Waits for the first numbers of the device, until so many are left."""
+        while len(self._later) > most:
+            self._all.update({name: int(np.asarray(number)) for name, number in self._later.pop(0).items()})
 
 
 class DeviceStores:
@@ -89,16 +158,9 @@ class DeviceStores:
             with self.lock:
                 self.require_open()
                 clock = self._tick()
-                statistics, out = programs.query(
-                    self.layout,
-                    is_expanded,
-                    self.compiled.is_pinned,
-                    tuple(store.statistics for store in self.arrays),
-                    tuple((store.index, store.counters, store.slabs) for store in self.arrays),
-                    operands,
-                    clock,
-                    self._salt,
-                )
+                form = self.layout, is_expanded, self.compiled.is_pinned
+                parts = programs.query_parts(self.arrays)
+                statistics, out = programs.query(*form, *parts, operands, clock, self._salt)
                 self.arrays = tuple(
                     dataclasses.replace(store, statistics=new)
                     for store, new in zip(self.arrays, statistics, strict=True)
@@ -163,13 +225,12 @@ class DeviceStores:
             self.require_open()
             stores = list(self.arrays)
             for batch in batches:
-                s, operands = batch.store, (stores[batch.store], batch.words, batch.ids)
+                operands = stores[batch.store], batch.words, batch.ids
                 if batch.lines is None:
-                    stores[s], count = programs.drop(*operands)
-                    dropped.append(count)
+                    stores[batch.store], count = programs.drop(*operands)
                 else:
-                    stores[s], count = programs.overwrite(*operands, batch.lines)
-                    written.append(count)
+                    stores[batch.store], count = programs.overwrite(*operands, batch.lines)
+                (dropped if batch.lines is None else written).append(count)
             self.arrays = tuple(stores)
             if source is not None:
                 self.epoch = Epoch(source)
@@ -225,7 +286,7 @@ class DeviceStores:
                 numbers, *scales = lines
                 slabs = numbers.astype(jnp.dtype(table.dtype), copy=False), *(scale[:, None] for scale in scales)
                 slabs = tuple(fill_up(part, size) for part in slabs)
-            yield Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
+            yield Batch(s, len(keys), size, *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
 
     def put(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)
