@@ -3,68 +3,123 @@
 import abc
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import jaxtyping
 import numpy as np
+from jaxtyping import Array
 
+from jaxsok import keys as keys_lib
+from jaxsok.kernels import table as table_kernels
 from jaxsok.kernels.reader import Asked, Reader, Stores
+from jaxsok.keys import PADDING_WORD
 from jaxsok.serving import artifact, cache as cache_lib
+from jaxsok.serving.artifact.inputs import LEAST_BATCH, BagsInput
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.frozen import SEED, FrozenTables, arrays_of
-from jaxsok.serving.model.predictions import Prediction, PredictRequest, count_found, keys_in, words_in
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
+from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Ready, Repeated, rest_s
-from jaxsok.types import COUNTS, PADDING_KEY
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 LEAST_SAMPLES = 16  # requests to programs are padded to as many samples, or twice as many, up to `max_batch_size`
 # Names of tables, and a line of numbers for each: keys, and of them hits, missing (both 0: a cache counts), padding.
 Counts: TypeAlias = tuple[tuple[str, ...], np.ndarray]
 Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
-ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
+ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], "PredictRequest"]  # checks inputs for a dense model
 
 _MOST_ASKED = 256
 _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
 _log = logging.getLogger(__name__)
 
 
-class _Sizes:
-    """The sizes that the requests of a model are padded to."""
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A program of a dense model."""
 
-    def __init__(self, config: ModelConfig, names: Sequence[str]) -> None:
-        num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
-        # The numbers of samples that programs are made for, and the tables of each call for a request of all tables.
-        self.levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
-        self.sets = [tuple(names)] if config.is_fused else [(name,) for name in names]
-        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+    inputs: tuple[tuple[str, Any], ...]
+    sizes: tuple[tuple[int, int], ...]  # `artifact.ServedModel.sizes`
 
-    def first_lookups(self) -> list[dict[str, int]]:
-        return [{name: level * self.per_sample[name] for name in names} for level in self.levels for names in self.sets]
+    @classmethod
+    def list_first(cls, served: artifact.ServedModel | None, levels: Sequence[int]) -> "list[Prediction]":
+        """Lists the programs to compile before a request needs them, one for each number of samples."""
+        if served is None or not served.is_per_sample:  # other models are compiled for each size
+            return []
+        inputs = tuple(served.inputs.items())
+        sizes = [padded_size(level, LEAST_BATCH) for level in levels]  # also as many keys of bags
+        has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
+        return [cls(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
 
-    def padding(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields a request of padding in all tables for each level."""
-        for level in self.levels:
-            yield {name: np.full(level * n, np.uint64(PADDING_KEY)) for name, n in self.per_sample.items()}
+    def fits(self, served: artifact.ServedModel | None) -> bool:
+        return served is not None and self.inputs == tuple(served.inputs.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictRequest:
+    """A checked prediction, in its program's form."""
+
+    served: artifact.ServedModel
+    leaves: Mapping[str, Any]
+    num_samples: int
+
+    @property
+    def program(self) -> Prediction:
+        return Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
+
+    def keys(self) -> dict[str, np.ndarray]:
+        """Reads the known keys of each table, without padding."""
+        return {
+            table: np.concatenate([keys_in(self.leaves[name])[: self._num_keys(name)] for name in names])
+            for table, names in self.served.known_lookups
+        }
+
+    def _num_keys(self, name: str) -> int:
+        leaves = self.leaves[name]
+        return int(leaves[1][-1]) if isinstance(leaves, tuple) else self.num_samples * math.prod(leaves.shape[1:-1])
+
+    def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        """Copies the results of the program to the host, without the rows of padding samples."""
+        return self.served.cut({name: np.asarray(value) for name, value in out.items()}, self.num_samples)
 
 
 class _Programs(abc.ABC):
     """A reader's programs, which are compiled for each version before it is read."""
 
-    ready: Ready[Prediction]
-    sizes: _Sizes
     is_warmed_up = False
     caches: "Sequence[CachedRows]" = ()
 
+    def __init__(self, config: ModelConfig) -> None:
+        self._config, self._is_fused = config, config.is_fused
+        self.ready: Ready[Prediction] = Ready(self._compile)
+        num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
+        # The numbers of samples that programs are made for before requests come.
+        self._levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
+
     @abc.abstractmethod
     def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
+    @abc.abstractmethod
+    def _compile(self, place: Any, program: Prediction) -> None: ...
+
+    def _calls_for(self, names: Iterable[str]) -> list[tuple[str, ...]]:
+        """Gives the tables of each call for a request of some tables."""
+        return [tuple(names)] if self._is_fused else [(name,) for name in names]
+
+    def _padding(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields a request of padding in all tables for each level."""
+        for level in self._levels:
+            sizes = {table.name: level * table.max_keys_per_sample for table in self._config.tables}
+            yield {name: np.full(size, np.uint64(PADDING_KEY)) for name, size in sizes.items()}
 
     def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
         """Lists the programs that are compiled before requests come."""
-        return Prediction.list_first(served, self.sizes.levels)
+        return Prediction.list_first(served, self._levels)
 
     def prepare(self, old: Version, new: Version) -> None:
         """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
@@ -91,10 +146,9 @@ class DeviceRows(_Programs):
     """
 
     def __init__(self, config: ModelConfig, versions: Versions, parts: Sequence[int]) -> None:
-        self._is_fused, self._versions, self._parts = config.is_fused, versions, parts
+        super().__init__(config)
+        self._versions, self._parts = versions, parts
         tables = self._tables_of(versions.current)
-        self.sizes = _Sizes(config, tuple(tables[0].tables))
-        self.ready: Ready[Prediction] = Ready(self._compile)
         self._asked: dict[tuple[str, ...], tuple[tuple[str, ...], Asked]] = {}  # for the tables of requests
         self._spec = tables[0].spec
         devices = [next(iter(jax.tree.leaves(mine)[0].devices())) for mine in tables]
@@ -123,8 +177,7 @@ class DeviceRows(_Programs):
             kept, stores = self._kept
             if kept is not version:  # an update is about to end
                 stores = self._describe(version)
-            sets = [tuple(keys)] if self._is_fused else [(name,) for name in keys]
-            found = [self._look_up(stores, names, keys) for names in sets]
+            found = [self._look_up(stores, names, keys) for names in self._calls_for(keys)]
         values, (names, lines) = found[0]
         if len(found) > 1:
             values = {name: rows for mine, _ in found for name, rows in mine.items()}
@@ -190,19 +243,13 @@ class DeviceRows(_Programs):
             jax.block_until_ready(version.served.run(tables, leaves))
             jax.block_until_ready(count_found(tables, leaves, version.served.known_lookups))
         if warm_up:
-            self.lookup(next(self.sizes.padding()))
+            self.lookup(next(self._padding()))
 
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None:
-        """Does nothing: each request takes the latest version."""
-
-    def refresh(self) -> None:
-        """Does nothing: there is no tier below."""
-
-    def stop(self) -> None:
-        """Does nothing: there is no thread."""
-
+    # Each request takes the latest version, and there are neither a tier below nor threads.
+    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
+    def refresh(self) -> None: ...
+    def stop(self) -> None: ...
     def close(self, until: float | None) -> bool:
-        """Returns at once that all has ended; other readers wait until a time of `time.monotonic`."""
         return True
 
 
@@ -210,9 +257,8 @@ class CachedRows(_Programs):
     """Reads rows of host memory or of databases through a cache on the device, which without `gpucache` keeps none."""
 
     def __init__(self, config: ModelConfig, versions: AnyVersions, device: Any) -> None:
-        self._config, self._versions = config, versions
-        self.sizes = _Sizes(config, tuple(versions.current.tables.tables))
-        self.ready: Ready[Prediction] = Ready(self._compile)
+        super().__init__(config)
+        self._versions = versions
         self.caches, self.num_warm_ups = (self,), 0
         self.clock = Repeated("jaxsok-refresh", self._refresh_by_the_clock, config.refresh_delay)
         self.cache = cache_lib.DeviceCache(
@@ -229,9 +275,8 @@ class CachedRows(_Programs):
         return self.cache.num_bytes
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        sets = [tuple(keys)] if self._config.is_fused else [(name,) for name in keys]
         while True:
-            parts = [self.cache.lookup({name: keys[name] for name in names}) for names in sets]
+            parts = [self.cache.lookup({name: keys[name] for name in names}) for names in self._calls_for(keys)]
             versions = {part.version for part in parts}
             if len(versions) == 1:  # else an update came between two tables
                 rows = {name: rows for part in parts for name, rows in part.rows.items()}
@@ -269,8 +314,10 @@ class CachedRows(_Programs):
         if self._config.is_filled_at_start:
             self.cache.fill()
         if warm_up:
-            self.cache.warm_up(self.sizes.first_lookups())
-            for keys in self.sizes.padding():
+            self.cache.warm_up(
+                {name: keys[name].size for name in names} for keys in self._padding() for names in self._calls_for(keys)
+            )
+            for keys in self._padding():
                 self.lookup(keys)
             self.num_warm_ups = self.cache.stats().lookups
             version = self._versions.current
@@ -405,3 +452,27 @@ def _padding_of(keys: Mapping[str, np.ndarray]) -> Counts:
     padding = np.uint64(PADDING_KEY)
     lines = [(array.size, 0, 0, int((array == padding).sum())) for array in keys.values()]
     return tuple(keys), np.array(lines, np.int64).reshape(-1, 4)
+
+
+def words_in(leaves: Any) -> Any:
+    return leaves[0] if isinstance(leaves, tuple) else leaves
+
+
+def keys_in(leaves: Any) -> np.ndarray:
+    return keys_lib.from_words(words_in(leaves)).reshape(-1)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def count_found(
+    tables: FrozenTables, leaves: Mapping[str, Any], lookups: tuple[tuple[str, tuple[str, ...]], ...]
+) -> jaxtyping.Int32[Array, "num_lookups 2"]:
+    """Counts, by lookup, the keys of a prediction's inputs that are there and that are not."""
+    counts = []
+    for table, names in lookups:
+        words = jnp.concatenate([jnp.reshape(words_in(leaves[name]), (-1, 2)) for name in names])
+        s, number = tables.spec.places[table]
+        store, ids = tables.stores[s], jnp.full(words.shape[0], np.uint32(number))
+        is_there = table_kernels.find(store.index, store.counters, words, ids) != np.uint32(NO_ROW)
+        is_real = (words != PADDING_WORD).any(axis=1)
+        counts.append([jnp.sum(is_there, dtype=jnp.int32), jnp.sum(is_real & ~is_there, dtype=jnp.int32)])
+    return jnp.array(counts, jnp.int32).reshape(-1, 2)

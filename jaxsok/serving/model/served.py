@@ -13,12 +13,21 @@ import numpy as np
 
 from jaxsok import keys as keys_lib
 from jaxsok.serving import artifact, cache as cache_lib, errors, folders
+from jaxsok.serving.artifact.model import require_fit
 from jaxsok.serving.config import Config, ModelConfig, TableConfig, read as read_config
 from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes, rows_on_device
 from jaxsok.serving.model import versions
-from jaxsok.serving.model.predictions import PredictRequest, keys_in, load_dense_model
-from jaxsok.serving.model.readers import CachedRows, DeviceRows, Found, Replicas, RowReader, add_cache_stats
+from jaxsok.serving.model.readers import (
+    CachedRows,
+    DeviceRows,
+    Found,
+    PredictRequest,
+    Replicas,
+    RowReader,
+    add_cache_stats,
+    keys_in,
+)
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Versions
 from jaxsok.types import PADDING_KEY
@@ -335,11 +344,12 @@ def open_model(
     memory = device if config.tier == "device" else host
     versions = stored or Versions(config, given, key_bits=whole.key_bits, memory=memory, served=dense_model)
     if is_cached or isinstance(versions, StoredVersions):
-        reader = _reader_of([CachedRows(config, versions, at) for at in device.devices])
-    elif config.is_split:
-        reader = DeviceRows(config, versions, range(len(versions.current.parts)))
+        readers = [CachedRows(config, versions, at) for at in device.devices]
     else:
-        reader = _reader_of([DeviceRows(config, versions, [part]) for part in range(len(versions.current.parts))])
+        parts = range(len(versions.current.parts))
+        together = [parts] if config.is_split else [[part] for part in parts]
+        readers = [DeviceRows(config, versions, numbers) for numbers in together]
+    reader = readers[0] if len(readers) == 1 else Replicas(readers)
     served = Served(config, versions, device.devices, reader, warm_up=warm_up)
     for part in versions.current.own_parts:
         for of_store in part.maps:
@@ -347,8 +357,33 @@ def open_model(
     return served
 
 
-def _reader_of(readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> RowReader:
-    return readers[0] if len(readers) == 1 else Replicas(readers)
+def load_dense_model(
+    op: str, config: ModelConfig, path: str | os.PathLike[str], tables: Mapping[str, FrozenTable], device: Any
+) -> artifact.ServedModel:
+    """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
+    served = artifact.load_model(path, device)
+    served = served if config.is_fused else served.unfuse()
+    what = f'{op}: model "{config.model}": dense_file: "{path}"'
+    require_fit(f"{what}: tables", served.tables.values(), tables)
+    if config.is_split:
+        raise errors.ServingError(
+            f"{what}: got a dense model over tables that are split over devices (jaxsok.split), wanted none: it reads "
+            "tables of one device. Look rows up, or serve replicas, or a cache."
+        )
+    if config.device_share < 1:
+        raise errors.ServingError(
+            f"{what}: got a dense model over tables some of whose rows the device reads in host memory (uvm), wanted "
+            "none: exported models read tables whose rows are all on the device. Take a dynamic cache."
+        )
+    unknown = [name for name, inputs in served.lookups.items() if inputs is None]
+    if config.tier == "cache" and unknown:
+        raise errors.ServingError(
+            f"{what}: got a model that reads {unknown} by keys that are not the keys of an input (it works them out, "
+            "or was exported before that was written down), wanted inputs alone: over a cache only their rows are "
+            "fetched. Give those keys as a KeysInput or BagsInput and export again, or take a gpucacheper of 1.0, "
+            "where all rows are on the device."
+        )
+    return served
 
 
 def _open_table(

@@ -49,7 +49,7 @@ class Change:
 
     @classmethod
     def of(cls, table: FrozenTable, source: TableSource) -> "Change":
-        """Reads the keys of a table's update; `open_table` has checked its files, and `pieces` checks its rows."""
+        """Reads the keys of an update, whose files are checked; `pieces` checks its rows."""
         keys = np.concatenate([NO_KEYS, *(some.copy() for some in source.keys())])
         gone = None if source.base is None else np.concatenate([NO_KEYS, *source.tombstones()])
         return cls(table, source, keys, gone)
@@ -69,7 +69,7 @@ class Change:
     def pieces(self) -> Iterator[Records]:
         """Yields its rows in pieces, as large as one write takes: files have many small batches."""
 
-        def checked() -> Iterator[Records]:
+        def check() -> Iterator[Records]:
             start = 0
             for records in self.source.chunks():
                 check_records("update", self.table, records)
@@ -81,7 +81,7 @@ class Change:
                 yield records
 
         # A power of two, which needs no padding.
-        yield from regroup(checked(), 1 << max(1, PIECE_BYTES // self.table.row_bytes).bit_length() - 1, join_records)
+        yield from regroup(check(), 1 << max(1, PIECE_BYTES // self.table.row_bytes).bit_length() - 1, join_records)
 
     def find_gone(self, row_map: RowMap, number: int) -> np.ndarray:
         """Finds the keys that it removes from a table."""
@@ -153,33 +153,13 @@ class StorePlan:
                 row_ids[is_new] = self.row_map.place(numbers[change.table.name], change.keys[is_new])
         # The keys of each table that have other rows, or none any more.
         self.changed = {change.table.name: np.concatenate([change.keys, gone[change.table.name]]) for change in changes}
-
-    @property
-    def piece_bytes(self) -> int:
-        """Device memory for writing a piece of rows."""
-        most = max((len(change.keys) * change.table.row_bytes for change in self.changes), default=0)
-        return 2 * min(PIECE_BYTES, most)  # padded to a power of two
-
-    @property
-    def changed_bytes(self) -> int:
-        return sum(len(change.keys) * change.table.row_bytes for change in self.changes)
-
-    @property
-    def index_bytes(self) -> int:
-        return 64 * self.row_map.num_buckets
-
-    @property
-    def copy_bytes(self) -> int:
-        rows_bytes = self.row_map.capacity * self.changes[0].table.row_bytes
-        return (rows_bytes + self.piece_bytes) * self._has_rows + self.index_bytes
-
-    @property
-    def is_grown(self) -> bool:
-        return self.row_map.capacity > self.old.capacity
-
-    @property
-    def _has_rows(self) -> bool:
-        return any(len(change.keys) for change in self.changes) or self.row_map.capacity != self.old.capacity
+        sizes, new_capacity = [len(change.keys) * tables[0].row_bytes for change in changes], self.row_map.capacity
+        self._has_rows = any(sizes) or new_capacity != self.old.capacity
+        self.is_grown = new_capacity > self.old.capacity
+        self.changed_bytes = sum(sizes)
+        self.piece_bytes = 2 * min(PIECE_BYTES, max(sizes))  # on the device, padded to a power of two
+        self.index_bytes = 64 * self.row_map.num_buckets
+        self.copy_bytes = self.index_bytes + self._has_rows * (new_capacity * tables[0].row_bytes + self.piece_bytes)
 
     def lines(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
         """Yields the changed rows as they are stored: row ids, and what `lines_of` gives."""
