@@ -30,7 +30,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok.interchange import hps
 from jaxsok.serving import artifact, frozen
-from jaxsok.serving.artifact.files import MANIFEST
+from jaxsok.serving.artifact.model import MANIFEST
 from jaxsok.serving.fused import LookupInput, lookup
 
 

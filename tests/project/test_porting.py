@@ -140,7 +140,8 @@ def test_the_json_alone_switches_fusion(demo, tmp_path, back_end):
         np.testing.assert_allclose(of_model, predictions[is_fused][0], rtol=1e-5, atol=1e-5)
         # The calls show whether tables are fused: one for all tables, or one for each.
         assert tables.is_fused == is_fused and tables.stores[0].rows.devices() == {device}
-        lowered = saved._program_for(tables).lower(*saved._bind(tables), saved.read(inputs_seq[0])[0]).as_text()
+        program, operands = saved._bind(tables)
+        lowered = program.lower(*operands, saved.read(inputs_seq[0])[0]).as_text()
         assert lowered.count("stablehlo.custom_call @jaxsok_lookup_frozen") == (1 if is_fused else NUM_TABLES)
         served["models"] = [{**config["models"][0], "dense_file": str(tmp_path / "saved")}]
         with serving.open(served, device, warm_up=False) as session:

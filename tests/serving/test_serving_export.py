@@ -209,8 +209,9 @@ def test_tables_say_whether_lookups_are_fused(served, tmp_path):
     leaves, _ = served.read(inputs)
 
     def count_calls(model, tables):
-        program = model._program_for(tables).lower(*model._bind(tables), leaves).as_text()
-        return program.count("stablehlo.custom_call @jaxsok_lookup")
+        program, operands = model._bind(tables)
+        lowered = program.lower(*operands, leaves).as_text()
+        return lowered.count("stablehlo.custom_call @jaxsok_lookup")
 
     # Four inputs; one of them reads norms too.
     assert count_calls(served, given) < count_calls(served, apart) == count_calls(served.unfuse(), given)
@@ -492,7 +493,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         with pytest.raises(kind, match=message):
             artifact.load_model(path)
 
-    program, manifest = artifact.files.PROGRAMS["program"], artifact.files.MANIFEST
+    program, manifest = artifact.model.PROGRAMS["program"], artifact.model.MANIFEST
 
     def flip(path):
         content = bytearray(path.read_bytes())
@@ -502,11 +503,11 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
     def change_sign(path, sign=True, **fields):
         content = json.loads((path / manifest).read_text()) | fields
         if sign:
-            content["sha256"] = artifact.files._digest(content)
+            content["sha256"] = artifact.model._digest(content)
         (path / manifest).write_text(json.dumps(content))
 
     expect_refusal("another checksum than the manifest", lambda path: flip(path / program))
-    expect_refusal("another checksum than the manifest", lambda path: flip(path / artifact.files.PROGRAMS["unfused"]))
+    expect_refusal("another checksum than the manifest", lambda path: flip(path / artifact.model.PROGRAMS["unfused"]))
     expect_refusal("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
     expect_refusal("got no such file", lambda path: (path / program).unlink())
     expect_refusal("without model.json", lambda path: (path / manifest).unlink())

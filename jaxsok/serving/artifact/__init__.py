@@ -5,9 +5,8 @@ tables, and checksums. The program takes the arrays of tables as arguments: a ta
 by one in another store or order, of the same name, dim and row dtype. Loading needs jaxsok and JAX alone.
 """
 
-from jaxsok.serving.artifact.files import ArtifactError
 from jaxsok.serving.artifact.inputs import ArrayInput, BagsInput, KeysInput, OutputSpec
-from jaxsok.serving.artifact.model import ServedModel, load_model
+from jaxsok.serving.artifact.model import ArtifactError, ServedModel, load_model
 from jaxsok.serving.artifact.model_export import export_model
 
 __all__ = [

@@ -1,7 +1,9 @@
-"""Loading an exported model, and calling it with tables and inputs."""
+"""The files of an exported model: its programs and a manifest. Loads one, and calls it with tables and inputs."""
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,13 +13,28 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+import jaxsok
+from jaxsok import manifests, published
+from jaxsok.initializers import InitialRows
 from jaxsok.kernels import library
-from jaxsok.serving.artifact import files, inputs as inputs_lib
-from jaxsok.serving.artifact.files import ArtifactError
+from jaxsok.manifests import entries, integer, list_of, text
+from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError, require_mapping
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, require_tables
 from jaxsok.serving.padding import padded_size
+from jaxsok.types import MAX_DIM
+
+FORMAT = "jaxsok-model"
+VERSION = 1
+MANIFEST = "model.json"
+PROGRAMS = {"program": "model.stablehlo", "unfused": "model_unfused.stablehlo"}
+"""The file of each program, by its entry in the manifest. An unfused one makes a call for each input of a lookup; it is
+there only where it is another one."""
+
+
+class ArtifactError(ServingError):
+    """A folder that is no artifact, is damaged, or was made for something else. Names the file."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,19 +95,18 @@ class ServedModel:
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `pad` gave; results have a row for each of its samples."""
-        out = self._program_for(tables)(*self._bind(tables), leaves)
+        program, operands = self._bind(tables)
+        out = program(*operands, leaves)
         return {name: out[name] for name in self.outputs}
 
     def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
-        self._program_for(tables).lower(*self._bind(tables), leaves).compile()
+        program, operands = self._bind(tables)
+        program.lower(*operands, leaves).compile()
 
     def unfuse(self) -> "ServedModel":
         """Returns the model whose lookups make a call for each input, whatever the tables say."""
         return dataclasses.replace(self, _program=self._unfused)
-
-    def _program_for(self, tables: FrozenTables) -> Any:
-        return self._program if tables.is_fused else self._unfused
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Returns the shapes of the program's inputs, from what `sizes` gives."""
@@ -115,11 +131,13 @@ class ServedModel:
         """Takes the rows of padding samples from results of `run`."""
         return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
-    def _bind(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
+    def _bind(self, tables: FrozenTables) -> tuple[Any, tuple[Any, Any, Any]]:
+        """Chooses the program for some tables, and gives its operands but the inputs."""
         require_tables("call", tables, on_device=True)
-        stores, numbers, words = _find_tables(self._stores, tables.spec)
-        arrays = tuple(tables.stores[store] for store in stores)
-        return tuple((store.index, store.counters, store.rows, store.scales) for store in arrays), numbers, words
+        numbers_of_stores, *of_tables = _find_tables(self._stores, tables.spec)
+        stores = [tables.stores[number] for number in numbers_of_stores]
+        arrays = tuple((store.index, store.counters, store.rows, store.scales) for store in stores)
+        return self._program if tables.is_fused else self._unfused, (arrays, *of_tables)
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call (RequestError); gives the program's inputs, unpadded, and the batch size."""
@@ -146,10 +164,10 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     """
     op, path = "load_model", pathlib.Path(path)
     export = jax_export(op)
-    manifest = files.read_manifest(op, path)
+    manifest = _read_manifest(op, path)
     programs = {}
-    for entry, file in ((entry, path / name) for entry, name in files.PROGRAMS.items() if entry in manifest):
-        program = bytearray(files.read_program(op, file, manifest[entry]))
+    for entry, file in ((entry, path / name) for entry, name in PROGRAMS.items() if entry in manifest):
+        program = bytearray(_read_program(op, file, manifest[entry]))
         try:
             programs[entry] = export.deserialize(program)
         except Exception as error:  # of many kinds, some of flatbuffers
@@ -158,26 +176,26 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
                 f"time; it was made by JAX {manifest['jax']}. Export again."
             ) from error
     exported = programs["program"]
+    platforms = tuple(exported.platforms)
     device = jax.devices()[0] if device is None else device
     here = {"gpu": "cuda"}.get(device.platform, device.platform)
-    if here not in exported.platforms:
+    if here not in platforms:
         raise ArtifactError(
-            f"{op}: {path}: got a program for {list(exported.platforms)}, wanted one for {here!r}, the platform of "
+            f"{op}: {path}: got a program for {list(platforms)}, wanted one for {here!r}, the platform of "
             f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
         inputs = {entry["name"]: inputs_lib.input_from_json(entry) for entry in manifest["inputs"]}
         outputs = {entry["name"]: OutputSpec(tuple(entry["shape"]), entry["dtype"]) for entry in manifest["outputs"]}
-        stores = tuple(map(files.store_from_json, manifest["stores"]))
+        stores = tuple(map(_store_from_json, manifest["stores"]))
         tables = {table.name: table for store in stores for table in store}
         known = manifest.get("lookups", {})
         lookups = {name: None if known.get(name) is None else tuple(known[name]) for name in tables}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{op}: {path / files.MANIFEST}: got {error}, wanted what export_model writes.") from error
+        raise ArtifactError(f"{op}: {path / MANIFEST}: got {error}, wanted what export_model writes.") from error
     library.register()
-    platforms = tuple(exported.platforms)
-    fused, unfused = jax.jit(exported.call), programs.get("unfused")
-    unfused = fused if unfused is None else jax.jit(unfused.call)
+    fused = jax.jit(exported.call)
+    unfused = jax.jit(programs["unfused"].call) if "unfused" in programs else fused
     return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, fused, unfused)
 
 
@@ -211,15 +229,113 @@ def _find_tables(
     wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
 ) -> tuple[tuple[int, ...], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """Finds the tables that a program wants, by store: its number, the tables' numbers, and its words."""
-    op, there = "call", {table.name: table for tables in given.stores for table in tables}
+    there = {table.name: table for tables in given.stores for table in tables}
     stores, numbers, words = [], [], []
     for tables in wanted:
-        require_fit(f"{op}: tables", tables, there)
+        require_fit("call: tables", tables, there)
         places = [given.places[table.name] for table in tables]
         if len({store for store, _ in places}) != 1:
             names = [table.name for table in tables]
-            raise ServingError(f"{op}: tables: got {names} in several stores, wanted one, as freeze makes it.")
+            raise ServingError(f"call: tables: got {names} in several stores, wanted one, as freeze makes it.")
         stores.append(places[0][0])
         numbers.append(np.array([number for _, number in places], np.int32))
         words.append(given.words[places[0][0]])
     return tuple(stores), tuple(numbers), tuple(words)
+
+
+def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> dict[str, Any]:
+    """Describes an exported program: the manifest without its checksums."""
+    outputs, stores = [], []
+    for name, aval in jax.tree.unflatten(exported.out_tree, exported.out_avals).items():
+        shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
+        outputs.append({"name": name, "shape": shape, "dtype": aval.dtype.name})
+    for of_store in tables.spec.stores:
+        named = [
+            {"name": table.name, "default": float(table.default)}
+            | ({} if table.initial is None else {"initial": table.initial.to_json()})
+            for table in of_store
+        ]
+        stores.append({"dim": of_store[0].dim, "dtype": of_store[0].dtype, "tables": named})
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "jaxsok": jaxsok.__version__,
+        "jax": jax.__version__,
+        "calling_convention": exported.calling_convention_version,
+        "platforms": list(exported.platforms),
+        "inputs": [{"name": name, **inputs_lib.input_to_json(spec)} for name, spec in inputs.items()],
+        "outputs": outputs,
+        "stores": stores,
+    }
+
+
+def _store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
+    tables = []
+    for entry in store["tables"]:
+        initial = InitialRows.from_json(entry["initial"]) if "initial" in entry else None
+        tables.append(FrozenTable(entry["name"], store["dim"], entry["default"], store["dtype"], initial))
+    return tuple(tables)
+
+
+_NAME = text(".+", "a name")
+_AXIS: manifests.Check = lambda size: (text() if isinstance(size, str) else integer())(size)  # noqa: E731
+_TABLE = entries({"name": _NAME, "default": manifests.number})  # `InitialRows.from_json` checks what it reads
+_PROGRAM = entries({"bytes": integer(), "sha256": text()})
+_MODEL = entries(
+    {
+        "jax": text(),
+        "inputs": list_of(entries({"name": _NAME, "kind": manifests.one_of(tuple(inputs_lib.KINDS))})),
+        "outputs": list_of(entries({"name": _NAME, "shape": list_of(_AXIS), "dtype": text()})),
+        "stores": list_of(entries({"dim": integer(1, MAX_DIM), "dtype": text(), "tables": list_of(_TABLE)})),
+        "program": _PROGRAM,
+    },
+    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME))), "unfused": _PROGRAM},
+)  # the schema of a manifest; the rest of an input is checked where it is made
+
+
+def write_files(path: pathlib.Path, programs: Mapping[str, bytes], manifest: dict[str, Any]) -> None:
+    """Writes the programs, by their entries, and the manifest into a temporary folder, which then gets its name."""
+    for entry, program in programs.items():
+        manifest = {**manifest, entry: {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
+    manifest["sha256"] = _digest(manifest)
+    with published.new_folder("export_model", path) as folder:
+        for entry, program in programs.items():
+            (folder / PROGRAMS[entry]).write_bytes(program)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
+    if not file.is_file():
+        raise ArtifactError(f"{op}: {path}: got a folder without {MANIFEST}, wanted one of export_model.")
+    manifest = manifests.read_json(op, file, ArtifactError)
+    if manifest.get("format") != FORMAT:
+        raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
+    if manifest.get("version") != VERSION:
+        got = f"version {manifest.get('version')!r}"
+        raise ArtifactError(f"{op}: {file}: got {got}, wanted {VERSION}; export again, or update jaxsok.")
+    if manifest.get("sha256") != _digest(manifest):
+        raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
+    manifests.check_value(op, file, manifest, _MODEL, ArtifactError)
+    return manifest
+
+
+def _read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> bytes:
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as error:
+        wrong = "got no such file, wanted the program of the manifest next to it."
+        raise ArtifactError(f"{op}: {file}: {wrong}") from error
+    if size != wanted["bytes"]:
+        raise ArtifactError(f"{op}: {file}: got {size} bytes, wanted {wanted['bytes']}; it was cut or changed.")
+    program = file.read_bytes()
+    if hashlib.sha256(program).hexdigest() != wanted["sha256"]:
+        raise ArtifactError(f"{op}: {file}: got another checksum than the manifest has; it was changed.")
+    return program

@@ -14,9 +14,9 @@ from jaxtyping import Array
 
 from jaxsok.features import Bags
 from jaxsok.kernels import library
-from jaxsok.serving.artifact import files, key_paths
+from jaxsok.serving.artifact import key_paths
 from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
-from jaxsok.serving.artifact.model import jax_export
+from jaxsok.serving.artifact.model import PROGRAMS, jax_export, manifest_of, write_files
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables, require_tables
 from jaxsok.types import COUNTERS
@@ -73,9 +73,9 @@ def export_model(
       TypeError, ValueError: names the argument; or JAX's words for what it cannot trace with an unknown batch size.
 
     Note:
-      Sessions pad batches, and the server joins batches of clients, if every result has the batch as its first
-      axis. Such a model must treat each sample by itself: a mean or a softmax over the batch would see the others. A
-      model with any other result is called with each request as it is, and compiled for each size that comes.
+      Sessions pad batches, and the server joins batches of clients, if every result has the batch as its first axis.
+      Such a model must treat each sample by itself: a mean or a softmax over the batch would see the others. A model
+      with any other result is called with each request as it is, and compiled for each size that comes.
 
     Cost:
       The model is traced twice, and lowered for each program; dense parameters are in both files.
@@ -118,24 +118,19 @@ def export_model(
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes = _argument_shapes(export, tables, inputs)
-    jitted = {
-        "program": jax.jit(functools.partial(program, True)),
-        "unfused": jax.jit(functools.partial(program, False)),
-    }
+    jitted = {entry: jax.jit(functools.partial(program, entry == "program")) for entry in PROGRAMS}
     traced = {entry: function.trace(*shapes).jaxpr for entry, function in jitted.items()}
     if str(traced["program"]) == str(traced["unfused"]):
         del jitted["unfused"]
-    exported = {
-        entry: export.export(function, platforms=tuple(dict.fromkeys(platforms)), disabled_checks=checks)(*shapes)
-        for entry, function in jitted.items()
-    }
+    options = {"platforms": tuple(dict.fromkeys(platforms)), "disabled_checks": checks}
+    exported = {entry: export.export(function, **options)(*shapes) for entry, function in jitted.items()}
     try:
         serialized = {entry: bytes(program.serialize()) for entry, program in exported.items()}
     except (OverflowError, ValueError) as error:
         wanted = "wanted one below 2 GB"
         raise ValueError(f"{op}: model: got one that jax.export cannot write ({error}), {wanted}.") from error
     lookups = _lookups(traced["program"], shapes, tables, inputs)
-    files.write(path, serialized, {**files.manifest_of(exported["program"], tables, inputs), "lookups": lookups})
+    write_files(path, serialized, {**manifest_of(exported["program"], tables, inputs), "lookups": lookups})
 
 
 def _lookups(
@@ -155,8 +150,12 @@ def _lookups(
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
     """Makes a function of a model of any kind; does not import Flax."""
-    flax = {name: sys.modules.get(f"flax.{name}") for name in ("nnx", "linen")}
-    if flax["linen"] is not None and isinstance(model, flax["linen"].Module):
+
+    def is_module(kind: str) -> bool:
+        flax = sys.modules.get(f"flax.{kind}")
+        return flax is not None and isinstance(model, flax.Module)
+
+    if is_module("linen"):
         from jaxsok.serving import linen
 
         if variables is None:
@@ -164,7 +163,7 @@ def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Fu
         return linen.as_function(model, variables)
     if variables is not None:
         raise TypeError(f"{op}: variables: got some for {type(model).__name__}, wanted them for a Linen module alone.")
-    if flax["nnx"] is not None and isinstance(model, flax["nnx"].Module):
+    if is_module("nnx"):
         from jaxsok.serving import nnx
 
         return nnx.as_function(model)
@@ -175,15 +174,14 @@ def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Fu
 
 
 def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> None:
+    kinds = "KeysInput, BagsInput or ArrayInput"
     if not isinstance(inputs, Mapping) or not inputs:
-        wanted = "a mapping from names to KeysInput, BagsInput or ArrayInput"
-        raise TypeError(f"{op}: inputs: got {inputs!r}, wanted {wanted}.")
+        raise TypeError(f"{op}: inputs: got {inputs!r}, wanted a mapping from names to {kinds}.")
     for name, spec in inputs.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"{op}: inputs: got the name {name!r}, wanted a string.")
         if not isinstance(spec, tuple(KINDS.values())):
-            wanted = "KeysInput, BagsInput or ArrayInput"
-            raise TypeError(f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted {wanted}.')
+            raise TypeError(f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted {kinds}.')
         if not isinstance(spec, ArrayInput):
             require_table(f'{op}: inputs["{name}"]', spec.table, tables.tables)
 
@@ -195,14 +193,10 @@ def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, Inp
     arrays, numbers, words = [], [], []
     for s, (store, spec) in enumerate(zip(tables.stores, tables.spec.stores, strict=True)):
         capacity = symbol(f"rows_{s}")
-        arrays.append(
-            (
-                shape((symbol(f"buckets_{s}"), store.index.shape[1]), jnp.uint32),
-                shape((len(COUNTERS),), jnp.uint32),
-                shape((capacity, store.rows.shape[1]), store.rows.dtype),
-                tuple(shape((capacity,), scales.dtype) for scales in store.scales),
-            )
-        )
+        index = shape((symbol(f"buckets_{s}"), store.index.shape[1]), jnp.uint32)
+        rows = shape((capacity, store.rows.shape[1]), store.rows.dtype)
+        scales = tuple(shape((capacity,), of_store.dtype) for of_store in store.scales)
+        arrays.append((index, shape((len(COUNTERS),), jnp.uint32), rows, scales))
         numbers.append(shape((len(spec),), jnp.int32))
         words.append(shape((symbol(f"tables_{s}"), tables.spec.words[s].shape[1]), jnp.uint32))
     batch = symbol(BATCH)
