@@ -1,7 +1,7 @@
 """A device cache: some rows of the tables of a model on the device, over a source that has them all.
 
-`DeviceCache` (device_cache.py) answers lookups, fills, refreshes and swaps. stores.py has the arrays and their lock,
-requests.py fetches what they lack from a source of backing.py; programs.py has the programs.
+`DeviceCache` answers lookups, fills, refreshes and swaps. stores.py has the arrays and their lock, requests.py fetches
+what they lack from a source of backing.py, and programs.py has the programs.
 """
 
 from jaxsok.serving.cache.device_cache import MIN_ROWS as MIN_ROWS, CachedRows, CachedTables, DeviceCache, cache_bytes

@@ -1,8 +1,7 @@
 """A device cache, as its users see it: docs/tiers.md says what a lookup reads and which rows leave.
 
-One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
-(tick of the last use, table, key); nothing else decides which rows leave. Keys that no tier has are not cached: they
-would push real rows out, and a newer version may have them. They count for the hit rate as misses.
+After an insertion a store holds its `capacity` rows of greatest (tick of the last use, table, key). Keys that no tier
+has are not cached: they would push real rows out, and a newer version may have them. They count as misses.
 """
 
 import dataclasses
@@ -53,9 +52,9 @@ class CachedTables:
 class DeviceCache:
     """A cache of some rows on the device over a source of all; looked up by many threads. Close it.
 
-    Tables of one dim and dtype share a store and its budget: the sum of their shares, each of which is `fraction` of
-    the rows of the table, and at least `min_rows`. The least recently used row of a store leaves, whatever its table,
-    as in HPS where tables are fused. Rows are cached in the bits of their table's dtype.
+    Tables of one dim and dtype share a store with room for the sum of their shares: `fraction` of the rows of each, and
+    at least `min_rows`. The least recently used row of a store leaves, whatever its table, as in HPS where tables are
+    fused. Rows are cached in the bits of their table's dtype.
 
     Args:
       source: belongs to the caller, which closes it.
@@ -67,8 +66,8 @@ class DeviceCache:
       keeps_rows: False: lookups read the source each time, as without a cache.
 
     Cost:
-      A lookup that hits: one program, and a number for each table. An insertion into a full store reads its records
-      (about 80 bytes a row of capacity in all); other lookups wait for it.
+      A lookup that hits: one program. An insertion into a full store reads about 80 bytes a row of capacity; other
+      lookups wait for it.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/embedding_cache.cpp`.
     """
@@ -92,12 +91,11 @@ class DeviceCache:
         checks.integer("DeviceCache: min_rows", min_rows, 1)
         self.hit_rate_threshold, self.refresh_fraction = hit_rate_threshold, refresh_fraction
         self.device = jax.devices()[0] if device is None else device
-        spec = FrozenSpec.of(list(source.tables.values()))
-        self._shares = {
-            name: max(min_rows, math.ceil(min(fraction, 1.0) * source.num_rows(name))) for name in source.tables
-        }
-        capacities = [sum(self._shares[table.name] for table in tables) for tables in spec.stores]
-        for tables, capacity in zip(spec.stores, capacities, strict=True):
+        self._spec = FrozenSpec.of(list(source.tables.values()))
+        share = min(fraction, 1.0)
+        self._shares = {name: max(min_rows, math.ceil(share * source.num_rows(name))) for name in source.tables}
+        capacities = _capacities(self._spec, self._shares)
+        for tables, capacity in zip(self._spec.stores, capacities, strict=True):
             if capacity > MAX_CAPACITY:
                 raise ValueError(
                     f"DeviceCache: fraction: got {fraction}, {capacity} rows of tables "
@@ -105,11 +103,12 @@ class DeviceCache:
                 )
         self.capacity = sum(capacities)  # rows
         self._counter = Counter(source.tables)
-        self.stores = DeviceStores(source, spec, capacities, self.device, self._counter)
-        self._spec, self._compiled = spec, self.stores.compiled
+        self.stores = DeviceStores(source, self._spec, capacities, self.device, self._counter)
+        self._compiled = self.stores.compiled
         self._fetcher = Fetcher(self.stores, self._counter, max_pending, keeps_rows)
         self._changing = threading.Lock()  # held by one refresh or swap, from its search for cached keys to its end
         self.stats, self.table_counts = self._counter.stats, self._counter.tables
+        self.tables_like = self._compiled.tables_like
 
     @property
     def source(self) -> RowSource:
@@ -126,18 +125,18 @@ class DeviceCache:
         return {name: int(counts[s][number]) if counts else 0 for name, (s, number) in self._spec.places.items()}
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
-        """Reads the rows of keys of any shape, all of one version of the source.
+        """Reads the rows of keys of any shape, all of one version of the source; its errors leave the cache as it was.
 
         Keys that no tier has, and those whose rows come in the background, have the default of their table. PADDING_KEY
-        reads zeros and is not counted. What the source raises leaves the cache as it was.
+        reads zeros and is not counted.
         """
         request = Request(self._spec, keys, self._compiled.choose_sizes)
         found, fetched = self._ask(request, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
-        of_store = {
-            s: view_on_host(found.out.rows[s][0], may_write=True) for s in {part.store for part in request.parts}
-        }
+        of_store: dict[int, np.ndarray] = {}
         for part in request.parts:
+            if part.store not in of_store:
+                of_store[part.store] = view_on_host(found.out.rows[part.store][0], may_write=True)
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
                 lines = fetched[part.name].put_into(lines, view_on_host(found.out.inverse[part.store])[part.lines])
@@ -175,9 +174,8 @@ class DeviceCache:
         index, counters = found.out.indices[s]
         if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them
             is_hidden = np.zeros(num_rows, bool)
-            for name in names:
-                if name in found.missed:
-                    is_hidden[found.missed[name][0]] = True
+            for name in found.missed.keys() & names:
+                is_hidden[found.missed[name][0]] = True
             for some in late:
                 is_hidden[some.places] = False
             if is_hidden.any():
@@ -188,15 +186,13 @@ class DeviceCache:
     def fill(self) -> int:
         """Fills each table's share before the first lookup; returns the number of rows.
 
-        Takes the first rows, or the hottest if the source knows frequencies: then it reads all rows once, with host
-        memory for twice a table's share.
+        Takes the first rows, or the hottest of all if the source knows frequencies. Host memory: twice a table's share.
         """
         epoch, num_before = self.stores.epoch, self.stats().inserted
         for name, share in self._shares.items():
             table, hottest = epoch.source.tables[name], hottest_rows(epoch.source.scan(name, ROWS_AT_A_TIME), share)
-            for chunk in reversed(
-                list(slices(hottest.num_rows, ROWS_AT_A_TIME))
-            ):  # the hottest rows come last: they count as the most recent
+            chunks = list(slices(hottest.num_rows, ROWS_AT_A_TIME))
+            for chunk in reversed(chunks):  # the hottest rows come last: they count as the most recent
                 keys = hottest.keys[chunk]
                 if table.is_quantized:  # only the source has their bits
                     rows, is_found = fetch_lines(epoch.source, name, keys)
@@ -208,20 +204,17 @@ class DeviceCache:
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""
-        keys_of = {}
-        records = self.stores.copies("records", is_required=True)
-        for tables, (of_store,) in zip(self._spec.stores, records, strict=True):
-            lines = np.asarray(of_store)
-            keys = keys_lib.from_words(lines[:, :2])
-            for number, table in enumerate(tables):
-                keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
-        return keys_of
+        records = [np.asarray(of_store) for (of_store,) in self.stores.copies("records", is_required=True)]
+        cached = {}
+        for name, (s, number) in self._spec.places.items():
+            keys = keys_lib.from_words(records[s][records[s][:, 2] == number, :2])
+            cached[name] = keys[keys != np.uint64(PADDING_KEY)]
+        return cached
 
     def refresh(self) -> int:
         """Overwrites cached rows in place with the source's, `refresh_fraction` of them at a time; returns how many.
 
-        Keys that left the source leave the cache. The order of replacement stays. It is for rows that change beneath
-        the source (a database); `swap` brings a new version.
+        Keys that left the source leave the cache. The order of replacement stays. `swap` brings a new version.
         """
         with self._changing:
             num_refreshed, cached = 0, self.cached_keys()
@@ -238,16 +231,14 @@ class DeviceCache:
         `changed` has the keys whose rows differ or are gone, by table; None: everything leaves. The old source is not
         closed: earlier lookups may still read it.
 
-        The cached ones among the changed keys are fetched before any lookup waits; meanwhile changed keys that miss are
-        not cached. Lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these rows, and one for each
-        store that rows leave. Device memory: the new rows of the cached keys.
+        The cached ones among the changed keys are fetched before any lookup waits, and lie on the device. Lookups wait
+        while one program is dispatched for each ROWS_AT_A_TIME of them, and one for each store that rows leave.
         """
         stores = self.stores
-        if dict(source.tables) != dict(self.source.tables):
-            raise ValueError(
-                f"swap: source: got tables {list(source.tables.values())}, wanted "
-                f"{list(self.source.tables.values())}; open another cache."
-            )
+        tables = dict(self.source.tables)
+        if dict(source.tables) != tables:
+            got, wanted = list(source.tables.values()), list(tables.values())
+            raise ValueError(f"swap: source: got tables {got}, wanted {wanted}; open another cache.")
         leaving: dict[str, np.ndarray] = {}  # distinct keys by table
         for name, keys in (changed or {}).items():
             self._spec.place_of("swap", name)
@@ -264,17 +255,16 @@ class DeviceCache:
     def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
         """Finds the changed keys that are cached: with their rows in another source, or to be dropped."""
         batches: list[Batch] = []
-        gone: dict[str, tuple[np.ndarray, None]] = {}
+        gone = {name: [NO_KEYS] for name in changed}
         for name, keys in changed.items():
-            of_table = [NO_KEYS]
             for chunk in slices(len(keys), ROWS_AT_A_TIME):
                 cached = keys[chunk][self.stores.contains(name, keys[chunk])]
                 if len(cached):
                     written, missing = self._batches_of(source, name, cached)
                     batches += written
-                    of_table.append(missing)
-            gone[name] = np.concatenate(of_table), None
-        return [*batches, *self.stores.batches(gone)]  # one program a store drops rows, which reads all of it
+                    gone[name].append(missing)
+        dropped = self.stores.batches({name: (np.concatenate(parts), None) for name, parts in gone.items()})
+        return [*batches, *dropped]  # one program a store drops rows, which reads all of it
 
     def _batches_of(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[list[Batch], np.ndarray]:
         """Reads the rows of keys, to be written; also returns the keys that the source does not have."""
@@ -284,22 +274,10 @@ class DeviceCache:
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles the programs of lookups with these numbers of keys: queries, and insertions of misses.
 
-        A smaller lookup is then padded to what is compiled, if that is not much larger, until a thread has compiled its
-        own program. `as_tables`: for `lookup_tables`. On a CPU core a size of a lookup takes about 0.3 s, a store and
-        power of two 0.15 s.
+        Smaller lookups are then padded to these sizes until a thread has compiled their own programs. `as_tables`: for
+        `lookup_tables`. On a CPU core a size of a lookup takes about 0.3 s, a store and power of two 0.15 s.
         """
-        sizes = [self._by_store("warm_up", num_keys) for num_keys in lookups]
-        self._compiled.warm_up(sizes, self.stores.capacities, as_tables=as_tables)
-
-    def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
-        """Describes the result of `lookup_tables` for these numbers of keys, padding included."""
-        return self._compiled.tables_like(self._by_store("tables_like", num_keys))
-
-    def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
-        sizes = [0] * len(self._spec.stores)
-        for name, count in num_keys.items():
-            sizes[self._spec.place_of(op, name)[0]] += count
-        return sizes
+        self._compiled.warm_up(lookups, self.stores.capacities, as_tables=as_tables)
 
     def drain(self) -> None:
         """Waits until nothing is left to fetch or compile in the background."""
@@ -311,10 +289,7 @@ class DeviceCache:
         self._compiled.background.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Drains, stops the background threads and gives the device memory back.
-
-        Waits `timeout_s` (None: any time) for a program that is being compiled, and returns whether it has ended.
-        """
+        """Drains, gives the memory back, and returns whether compilation has ended within `timeout_s` (None: any)."""
         self._compiled.background.stop()
         self._fetcher.background.drain()
         self._fetcher.background.close()
@@ -331,11 +306,14 @@ class DeviceCache:
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
     """Counts the bytes of device memory of a cache that holds these numbers of rows."""
     spec = FrozenSpec.of(list(tables))
-    rows_of = {table.name: num_rows for table, num_rows in tables.items()}
-    capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]
+    capacities = _capacities(spec, {table.name: num_rows for table, num_rows in tables.items()})
     return {
         "rows": sum(n * store[0].row_bytes for n, store in zip(capacities, spec.stores, strict=True)),
         "index": sum(4 * BUCKET_WORDS * num_buckets_of(n) for n in capacities),
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
+
+
+def _capacities(spec: FrozenSpec, num_rows: Mapping[str, int]) -> list[int]:
+    return [sum(num_rows[table.name] for table in tables) for tables in spec.stores]

@@ -5,7 +5,7 @@ Programs are compiled before they are called, while the lock of the cache is fre
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,10 +100,8 @@ def query(
 
     If `is_pinned`, it writes what the host reads to pinned host memory, at the rate of the link, for `view_on_host`.
     """
-    done = [
-        _query_store(*arguments, is_expanded, clock, salt)
-        for arguments in zip(layout, statistics, stores, batches, strict=True)
-    ]
+    by_store = zip(layout, statistics, stores, batches, strict=True)
+    done = [_query_store(*operands, is_expanded, clock, salt) for operands in by_store]
     new_statistics, rows, records, row_ids, inverse, indices, counts = zip(*done, strict=True)
     found = {"records": records, "row_ids": row_ids, "inverse": inverse, "counts": jnp.concatenate(counts)}
     found |= {"rows": rows} if is_expanded else {}
@@ -113,13 +111,7 @@ def query(
 
 
 def _query_store(
-    words_of_tables: bytes,
-    statistics: tuple[Array, ...],
-    store: Any,
-    batch: Any,
-    is_expanded: bool,
-    clock: Array,
-    salt: Array,
+    words_of_tables: bytes, statistics: Any, store: Any, batch: Any, is_expanded: bool, clock: Array, salt: Array
 ) -> tuple[Any, ...]:
     index, counters, (*numbers, rows) = store  # of quantized rows the scales
     words, ids = batch
@@ -148,10 +140,8 @@ def _query_store(
         if numbers:  # what keys without a row read is not rounded: float rows, of which only theirs count
             stored = jnp.zeros((1, numbers[0].shape[1]), jnp.float32)
             of_stored = jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))
-        seed = jnp.asarray(SEED)
-        _, wide, _ = kernels.gather(
-            counters, table_words, seed, requests, of_stored, (stored,), is_find=False, dtype="float32"
-        )
+        arrays = counters, table_words, jnp.asarray(SEED), requests, of_stored, (stored,)
+        _, wide, _ = kernels.gather(*arrays, is_find=False, dtype="float32")
         if numbers:
             scaled = _read(numbers[0], wanted).astype(jnp.float32) * _read(rows, wanted)
             wide = jnp.where(is_row[:, None], scaled, wide)
@@ -278,19 +268,17 @@ class CompiledPrograms:
         if least in self.query_sizes:
             return least
         most = max(_MOST_PADDING * sum(least), _FEW_KEYS)
-        larger = [
-            sizes
-            for sizes in tuple(self.query_sizes)
-            if sum(sizes) <= most and all(a >= b for a, b in zip(sizes, least, strict=True))
-        ]
+        at_most = [sizes for sizes in tuple(self.query_sizes) if sum(sizes) <= most]
+        larger = [sizes for sizes in at_most if all(a >= b for a, b in zip(sizes, least, strict=True))]
         if not larger:
             return least
         program = "query", True, least
         self.background.offer(program, functools.partial(self._ready.make, None, program))
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
-    def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
-        """Compiles lookups of these numbers of keys by store, and the insertion of their misses."""
+    def warm_up(self, lookups: Iterable[Mapping[str, int]], capacities: Sequence[int], *, as_tables: bool) -> None:
+        """Compiles lookups of these numbers of keys, and the insertion of their misses."""
+        sizes = [self._by_store("warm_up", num_keys) for num_keys in lookups]
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
             self.make("query", not as_tables, padded)
@@ -305,16 +293,22 @@ class CompiledPrograms:
                 for must_leave in (False, True):
                     self.make("insert", s, must_leave, LEAST_KEYS << step)
 
-    def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
-        """Describes the result of `lookup_tables` for these numbers of keys by store, as shapes."""
+    def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
+        """Describes the result of `lookup_tables` for these numbers of keys, padding included, as shapes."""
         stores = []
-        for s, count in enumerate(sizes):
+        for s, count in enumerate(self._by_store("tables_like", num_keys)):
             size = padded_size(count, LEAST_KEYS)
             rows, *scales = self._slabs(s, size)
             rows = self._shape(rows.shape, jnp.dtype(self._spec.stores[s][0].dtype))
             counters = self._shape((len(COUNTERS),), np.uint32)
             stores.append(FrozenStore(self._index(size), counters, rows, tuple(scales)))
         return FrozenTables(tuple(stores), self._spec)
+
+    def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
+        sizes = [0] * len(self._spec.stores)
+        for name, count in num_keys.items():
+            sizes[self._spec.place_of(op, name)[0]] += count
+        return sizes
 
     def _index(self, num_rows: int) -> Any:
         return self._shape((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32)

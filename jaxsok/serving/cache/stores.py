@@ -120,10 +120,9 @@ class Counter:
 
 
 class DeviceStores:
-    """The arrays of all stores of a cache.
+    """The arrays of all stores of a cache. Each query and insertion takes a tick of the clock; they run in that order.
 
-    One tick of the clock is one query or one insertion; both run in the order of their ticks. Programs donate the
-    arrays to each other, so each dispatch happens under the lock; compiling does not.
+    Programs donate the arrays to each other, so each dispatch happens under the lock; compiling does not.
     """
 
     def __init__(
@@ -131,14 +130,11 @@ class DeviceStores:
     ) -> None:
         self.spec, self.capacities, self.device, self._counter = spec, capacities, device, counter
         self.layout: programs.Layout = tuple(words.tobytes() for words in spec.words)
-        self._salt = draw_salt()  # of a query's scratch index; any value works
+        self._salt = draw_salt()  # of a query's scratch index
         self.lock = threading.Lock()
         # Written under `lock` alone. All rows in `arrays` are of `epoch`; no key of `_leaving` is inserted. Store s
         # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
-        self.arrays = tuple(
-            self._new_store(len(tables), tables[0], capacity)
-            for tables, capacity in zip(spec.stores, capacities, strict=True)
-        )
+        self.arrays = tuple(map(self._new_store, spec.stores, capacities))
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
         self.epoch = Epoch(source)
@@ -160,11 +156,9 @@ class DeviceStores:
                 clock = self._tick()
                 form = self.layout, is_expanded, self.compiled.is_pinned
                 parts = programs.query_parts(self.arrays)
-                statistics, out = programs.query(*form, *parts, operands, clock, self._salt)
-                self.arrays = tuple(
-                    dataclasses.replace(store, statistics=new)
-                    for store, new in zip(self.arrays, statistics, strict=True)
-                )
+                new_statistics, out = programs.query(*form, *parts, operands, clock, self._salt)
+                queried = zip(self.arrays, new_statistics, strict=True)
+                self.arrays = tuple(dataclasses.replace(store, statistics=new) for store, new in queried)
                 epoch = self.epoch
             counts = view_on_host(out.counts)
             if not counts[:, 2].any():
@@ -214,10 +208,7 @@ class DeviceStores:
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
     def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
-        """Overwrites the cached rows of batches, drops those of batches without lines, and sets a given source.
-
-        Returns how many rows it has overwritten; waits for the device.
-        """
+        """Overwrites cached rows, drops those of batches without lines, and sets a given source; counts the former."""
         for batch in batches:
             self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
         written, dropped = [], []
@@ -309,12 +300,12 @@ class DeviceStores:
             stores.append(dataclasses.replace(store, statistics=(owned,)))
         self.arrays, self._clock = tuple(stores), len(ticks)
 
-    def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
+    def _new_store(self, tables: Sequence[FrozenTable], capacity: int) -> programs.CacheStore:
         with jax.default_device(self.device):
-            rows, numbers = (jnp.zeros((capacity, table.dim), table.dtype),), ()
-            if table.is_quantized:
+            rows, numbers = (jnp.zeros((capacity, tables[0].dim), tables[0].dtype),), ()
+            if tables[0].is_quantized:
                 rows, numbers = (jnp.zeros((capacity, 1), jnp.float32),), rows
-            return jax.device_put(_new_store(num_tables, capacity, draw_salt(), rows, numbers), self.device)
+            return jax.device_put(_new_store(len(tables), capacity, draw_salt(), rows, numbers), self.device)
 
 
 def _drop_keys(keys: np.ndarray, rows: Lines, leaving: np.ndarray) -> tuple[np.ndarray, Lines]:

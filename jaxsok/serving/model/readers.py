@@ -47,19 +47,6 @@ class Prediction:
     inputs: tuple[tuple[str, Any], ...]
     sizes: tuple[tuple[int, int], ...]  # `artifact.ServedModel.sizes`
 
-    @classmethod
-    def list_first(cls, served: artifact.ServedModel | None, levels: Sequence[int]) -> "list[Prediction]":
-        """Lists the programs to compile before a request needs them, one for each number of samples."""
-        if served is None or not served.is_per_sample:  # other models are compiled for each size
-            return []
-        inputs = tuple(served.inputs.items())
-        sizes = [padded_size(level, LEAST_BATCH) for level in levels]  # also as many keys of bags
-        has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
-        return [cls(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
-
-    def fits(self, served: artifact.ServedModel | None) -> bool:
-        return served is not None and self.inputs == tuple(served.inputs.items())
-
 
 @dataclasses.dataclass(frozen=True)
 class PredictRequest:
@@ -75,17 +62,16 @@ class PredictRequest:
 
     def keys(self) -> dict[str, np.ndarray]:
         """Reads the known keys of each table, without padding."""
-        return {
-            table: np.concatenate([keys_in(self.leaves[name])[: self._num_keys(name)] for name in names])
-            for table, names in self.served.known_lookups
-        }
 
-    def _num_keys(self, name: str) -> int:
-        leaves = self.leaves[name]
-        return int(leaves[1][-1]) if isinstance(leaves, tuple) else self.num_samples * math.prod(leaves.shape[1:-1])
+        def read(leaves: Any) -> np.ndarray:
+            is_bags, words = isinstance(leaves, tuple), words_in(leaves)
+            return keys_in(words)[: leaves[1][-1] if is_bags else self.num_samples * math.prod(words.shape[1:-1])]
+
+        lookups = self.served.known_lookups
+        return {table: np.concatenate([read(self.leaves[name]) for name in names]) for table, names in lookups}
 
     def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
-        """Copies the results of the program to the host, without the rows of padding samples."""
+        """Copies results to the host, without the rows of padding samples."""
         return self.served.cut({name: np.asarray(value) for name, value in out.items()}, self.num_samples)
 
 
@@ -117,9 +103,14 @@ class _Programs(abc.ABC):
             sizes = {table.name: level * table.max_keys_per_sample for table in self._config.tables}
             yield {name: np.full(size, np.uint64(PADDING_KEY)) for name, size in sizes.items()}
 
-    def first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
-        """Lists the programs that are compiled before requests come."""
-        return Prediction.list_first(served, self._levels)
+    def _first_programs(self, served: artifact.ServedModel | None) -> list[Prediction]:
+        """Lists the programs that are compiled before requests come, one for each number of samples."""
+        if served is None or not served.is_per_sample:  # other models are compiled for each size
+            return []
+        inputs = tuple(served.inputs.items())
+        sizes = [padded_size(level, LEAST_BATCH) for level in self._levels]  # also as many keys of bags
+        has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
+        return [Prediction(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
 
     def prepare(self, old: Version, new: Version) -> None:
         """Compiles for a new version the programs that requests have used; raises if it cannot be served."""
@@ -127,10 +118,11 @@ class _Programs(abc.ABC):
         if place == old_place:
             return
         self.ready.keep([old_place, place])
-        wanted = [*(self.first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
+        inputs = None if new.served is None else tuple(new.served.inputs.items())
+        wanted = [*(self._first_programs(new.served) if self.is_warmed_up else []), *self.ready.list_used()]
         for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
-                if program.fits(new.served):
+                if program.inputs == inputs:
                     self.ready.make(place, program)
             wanted = self.ready.list_used()
 
@@ -178,11 +170,12 @@ class DeviceRows(_Programs):
             if kept is not version:  # an update is about to end
                 stores = self._describe(version)
             found = [self._look_up(stores, names, keys) for names in self._calls_for(keys)]
-        values, (names, lines) = found[0]
-        if len(found) > 1:
+        if len(found) == 1:
+            values, counts = found[0]
+        else:
             values = {name: rows for mine, _ in found for name, rows in mine.items()}
-            names, lines = tuple(keys), np.concatenate([mine for _, (_, mine) in found])
-        return values, version.number, (names, lines)
+            counts = tuple(keys), np.concatenate([lines for _, (_, lines) in found])
+        return values, version.number, counts
 
     def _look_up(
         self, stores: Stores, given: tuple[str, ...], keys: Mapping[str, np.ndarray]
@@ -222,9 +215,8 @@ class DeviceRows(_Programs):
         return version.parts[self._parts[0]].form, version.served
 
     def settle(self, now: Version) -> None:
-        """Also remembers where the arrays of the served version lie, and forgets those of the one before."""
         super().settle(now)
-        self._kept = now, self._describe(now)
+        self._kept = now, self._describe(now)  # where its arrays lie
 
     def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         form, served = place
@@ -236,7 +228,7 @@ class DeviceRows(_Programs):
         """Compiles the first programs, and runs each of them once; called before the first request."""
         version, self.is_warmed_up = self._versions.current, warm_up
         tables = self._tables_of(version)[0]
-        for program in self.first_programs(version.served) if warm_up else ():
+        for program in self._first_programs(version.served) if warm_up else ():
             self.ready.make(self.place_of(version), program)
             shapes = version.served.leaves_of(program.sizes)
             leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
@@ -301,10 +293,8 @@ class CachedRows(_Programs):
 
     def _compile(self, place: tuple[Any, Any], program: Prediction) -> None:
         served, leaves = place[1], place[1].leaves_of(program.sizes)
-        num_keys = {
-            table: sum(math.prod(words_in(leaves[name]).shape[:-1]) for name in names)
-            for table, names in served.known_lookups
-        }
+        sizes = {name: math.prod(words_in(leaf).shape[:-1]) for name, leaf in leaves.items()}
+        num_keys = {table: sum(sizes[name] for name in names) for table, names in served.known_lookups}
         self.cache.warm_up([num_keys], as_tables=True)
         served.compile(self.cache.tables_like(num_keys), leaves)
 
@@ -321,7 +311,7 @@ class CachedRows(_Programs):
                 self.lookup(keys)
             self.num_warm_ups = self.cache.stats().lookups
             version = self._versions.current
-            for program in self.first_programs(version.served):
+            for program in self._first_programs(version.served):
                 self.ready.make(self.place_of(version), program)
         if self._config.is_refreshed:
             self.clock.start()  # last: a failure above leaves no thread
@@ -367,7 +357,7 @@ def _call_all(name: str) -> Callable[..., None]:
 
 
 class Replicas:
-    """Reads from several devices, from the one with the fewest requests; each has all rows, or a cache of them.
+    """Reads from the device with the fewest requests; each has all rows, or a cache of them.
 
     A version is published to one cache after the other, so for that moment requests get answers of both; each is whole.
     """
@@ -416,8 +406,8 @@ class Replicas:
         return all([reader.close(until) for reader in self._readers])
 
 
+# Each reads the rows of a model's tables, from many threads; each result is of one version, whole.
 RowReader: TypeAlias = DeviceRows | CachedRows | Replicas
-"""Reads the rows of a model's tables, from many threads; each result is of one version, whole."""
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:

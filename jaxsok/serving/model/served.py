@@ -17,7 +17,6 @@ from jaxsok.serving.artifact.model import require_fit
 from jaxsok.serving.config import Config, ModelConfig, TableConfig, read as read_config
 from jaxsok.serving.databases import Connected
 from jaxsok.serving.frozen import FrozenTable, FrozenTables, freeze_records, frozen_bytes, rows_on_device
-from jaxsok.serving.model import versions
 from jaxsok.serving.model.readers import (
     CachedRows,
     DeviceRows,
@@ -29,7 +28,7 @@ from jaxsok.serving.model.readers import (
     keys_in,
 )
 from jaxsok.serving.model.stored import StoredVersions
-from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Versions
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Memory, Source, Versions
 from jaxsok.types import PADDING_KEY
 
 
@@ -210,16 +209,15 @@ class Served:
         version = self.versions.current
         lines = [
             f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on '
-            f"{' and '.join(map(str, self.devices))}, "
-            f"{self.versions.host_bytes:,} bytes of host memory and"
+            f"{' and '.join(map(str, self.devices))}, {self.versions.host_bytes:,} bytes of host memory and"
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
             on_device = frozen_bytes(table, num_rows, rows_on_device(num_rows, self.config.device_share))
             lines.append(
                 f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, {table.missing}, '
-                f"{sum(on_device.values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
-                f"in a request, from {version.files[name]}"
+                f"{sum(on_device.values()):,} bytes, at most {self._max_keys[name]:,} keys in a request, from "
+                f"{version.files[name]}"
             )
         if version.served is not None:
             lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
@@ -244,8 +242,7 @@ _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 class _Workers:
     """A semaphore that lets threads in one after the other, in the order in which they came.
 
-    `threading.Semaphore` lets in who asks first when it is free: a thread that asks again at once keeps others out, for
-    as long as it goes on.
+    With `threading.Semaphore` a thread that asks again at once keeps others out, for as long as it goes on.
     """
 
     def __init__(self, number: int) -> None:
@@ -311,13 +308,7 @@ def _with_rate(numbers: Any) -> dict[str, Any]:
 
 
 def open_model(
-    whole: Config,
-    config: ModelConfig,
-    device: versions.Memory,
-    host: versions.Memory,
-    databases: Connected,
-    *,
-    warm_up: bool,
+    whole: Config, config: ModelConfig, device: Memory, host: Memory, databases: Connected, *, warm_up: bool
 ) -> Served:
     """Opens the files of a model, and serves it from a device; other rows lie on the host, or in databases."""
     given = [_open_table(config, table, whole.key_bits) for table in config.tables]
@@ -335,14 +326,13 @@ def open_model(
         needed, why = cache_lib.cache_bytes(rows).values(), f"its cache; take a gpucacheper below {config.gpucacheper}"
         device.require("open", config.model, device.free(), sum(needed), why)
     if config.device_share < 1:
-        needed = sum(
-            (number + config.spare_rows - rows_on_device(number, config.device_share)) * table.row_bytes
-            for table, number in num_rows.items()
-        )
+        share, needed = config.device_share, 0
+        for table, number in num_rows.items():
+            needed += (number + config.spare_rows - rows_on_device(number, share)) * table.row_bytes
         why = f"rows that the device reads in host memory; take a gpucacheper above {config.gpucacheper}"
         host.require("open", config.model, host.free(), needed, why)
     memory = device if config.tier == "device" else host
-    versions = stored or Versions(config, given, key_bits=whole.key_bits, memory=memory, served=dense_model)
+    versions = stored or Versions(config, given, whole.key_bits, memory, dense_model)
     if is_cached or isinstance(versions, StoredVersions):
         readers = [CachedRows(config, versions, at) for at in device.devices]
     else:
@@ -403,10 +393,8 @@ def open_for_export(
     `hotness` reads how often each row was used, also where the configuration has no use for it.
     """
     if not path.endswith(".json"):
-        return [
-            folders.to_frozen(f'{op}: table "{source.table}": default', source, dtype)
-            for source in folders.open_saved(op, path)
-        ]
+        saved = folders.open_saved(op, path)
+        return [folders.to_frozen(f'{op}: table "{source.table}": default', source, dtype) for source in saved]
     config = read_config(path)
     chosen = choose_model(op, config, model)
     chosen = dataclasses.replace(chosen, row_dtype=dtype or chosen.row_dtype)

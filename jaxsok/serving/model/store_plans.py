@@ -37,6 +37,9 @@ class Part:
         """The form of the arrays: programs are compiled for it."""
         return Form(self.tables)
 
+    def over(self, stores: Sequence[FrozenStore], maps: Sequence[RowMap]) -> "Part":
+        return Part(dataclasses.replace(self.tables, stores=tuple(stores)), tuple(maps))
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:

@@ -20,7 +20,7 @@ from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen
 from jaxsok.serving.frozen import FrozenSpec, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change, Part
-from jaxsok.serving.model.versions import AnyVersions, InPlace, Reader, Source, Version
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Version
 from jaxsok.serving.padding import NO_KEYS
 from jaxsok.types import PADDING_KEY
 
@@ -54,18 +54,16 @@ class StoredVersions(AnyVersions):
         tables = [table for table, _ in given]
         there = [database for database in databases if database is not None]
         make = functools.partial(DatabaseRows, model=model.model, tables=tables, key_bits=config.key_bits)
-        filled = (
-            databases[0] is not None and config.volatile_db.initialize_after_startup,
-            databases[1] is not None and config.persistent_db.initialize_after_startup and not self._is_read_only,
-        )
-        volatile, persistent = (
-            make([database]) if is_filled else None for database, is_filled in zip(databases, filled, strict=True)
-        )
+        volatile = persistent = None
+        if databases[0] is not None and config.volatile_db.initialize_after_startup:
+            volatile = make([databases[0]])
+        if databases[1] is not None and config.persistent_db.initialize_after_startup and not self._is_read_only:
+            persistent = make([databases[1]])
         _fill(given, volatile, persistent, config.volatile_db.initial_cache_rate)
         stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
         no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
         self.current = StoredVersion.first(model, given, served, [no_arrays], stored=stored)
-        if sum(filled) < len(there):  # the rows of a database may be others
+        if len(there) > sum(rows is not None for rows in (volatile, persistent)):  # a database may have other rows
             self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids))
 
     def _check(self, source: Source | None, in_place: InPlace) -> None:
@@ -80,11 +78,10 @@ class StoredVersions(AnyVersions):
                 "only volatile_db has can be lost; open it without read_only."
             )
 
-    def _update(self, old: Any, new: Any, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+    def _update(self, old: Any, new: Any, changes: Sequence[Change], in_place: InPlace, reader: Any) -> None:
         """Writes rows into the databases; if one fails, some are written."""
-        new = dataclasses.replace(
-            new, replaced=frozenset(change.table.name for change in changes if change.gone is None)
-        )
+        replaced = frozenset(change.table.name for change in changes if change.gone is None)
+        new = dataclasses.replace(new, replaced=replaced)
         reader.prepare(old, new)
         changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
         reader.publish(new, changed)

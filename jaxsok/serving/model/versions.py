@@ -1,9 +1,8 @@
 """Tables that change while they are served: versions, copied or in place.
 
-A version is a value. An update makes the next version as a *copy* of the arrays of the stores that change, and swaps
-one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays while
-readers wait. Either way it checks everything first, a reader sees all tables of one version, and after a failure the
-old version is served.
+A version is a value. An update *copies* the arrays of the stores that change, and swaps one reference. Where two copies
+do not fit, it works *in place*: it scatters changed rows into donated arrays while readers wait. Either way it checks
+everything first, a reader sees all tables of one version, and after a failure the old version is served.
 """
 
 import abc
@@ -14,7 +13,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from jaxsok import host_limits
 from jaxsok.serving import backing, folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, require_table
-from jaxsok.serving.folders import TableSource
+from jaxsok.serving.folders import KeyBits, TableSource
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.model.store_plans import Change, Part, StorePlan, split_sources
 from jaxsok.serving.ready import SHORT_TURNS
@@ -92,18 +91,13 @@ class Version:
 
     def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
         """Makes this version over other arrays by part."""
-        parts = [
-            dataclasses.replace(part, tables=dataclasses.replace(part.tables, stores=tuple(mine)))
-            for part, mine in zip(self.parts, stores, strict=True)
-        ]
+        parts = (part.over(mine, part.maps) for part, mine in zip(self.parts, stores, strict=True))
         return dataclasses.replace(self, parts=tuple(parts))
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
-        return {
-            name: sum(int(part.maps[s].table_rows[n]) for part in self.own_parts)
-            for name, (s, n) in self.tables.spec.places.items()
-        }
+        places, parts = self.tables.spec.places, self.own_parts
+        return {name: sum(int(part.maps[s].table_rows[n]) for part in parts) for name, (s, n) in places.items()}
 
 
 class Gate:
@@ -152,14 +146,13 @@ class Gate:
                 self._changed.notify_all()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Memory:
-    """The memory of some devices, or of the host, that models share; one lock is held while some of it is taken.
+    """The memory of some devices, or of the host, that models share."""
 
-    `free` gives the free bytes of the device that has the fewest, or None: not known.
-    """
-
-    def __init__(self, devices: Sequence[Any], free: Callable[[], int | None], lock: threading.Lock) -> None:
-        self.devices, self.free, self.lock = tuple(devices), free, lock
+    devices: Sequence[Any]
+    free: Callable[[], int | None]  # gives the free bytes of the device that has the fewest, or None: not known
+    lock: threading.Lock  # held while some of it is taken
 
     def require(self, op: str, model: str, free: int | None, needed: int, why: str) -> None:
         if free is not None and needed > free:
@@ -172,29 +165,21 @@ class Memory:
 _HOST = Memory(["the host"], lambda: host_limits.available_bytes(), threading.Lock())
 
 
-class Reader(Protocol):
-    """The methods that an update calls on the reader of a model (readers.py)."""
-
-    def prepare(self, old: Version, new: Version) -> None: ...
-    def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
-    def settle(self, now: Version) -> None: ...
-
-
 class AnyVersions(abc.ABC):
     """The versions of one model's tables, wherever their rows lie; a subclass makes the first one."""
 
     current: Version  # the latest one, to inspect
     held_bytes = 0  # device memory of a version that is not served yet
 
-    def __init__(self, model: str, key_bits: folders.KeyBits) -> None:
+    def __init__(self, model: str, key_bits: KeyBits) -> None:
         self.name, self.num_in_place = model, 0
-        self.key_bits: folders.KeyBits = key_bits
+        self.key_bits: KeyBits = key_bits
         self._updating = threading.Lock()  # held by one update at a time: it alone sets `current`
 
     def update(
-        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Reader
+        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Any
     ) -> Version:
-        """Makes the next version, with another dense model and its file if given, and serves it."""
+        """Makes the next version, with another dense model and its file if given; a `RowReader` serves it."""
         self._check(source, in_place)
         with self._updating, SHORT_TURNS:
             try:
@@ -211,7 +196,7 @@ class AnyVersions(abc.ABC):
         """Refuses updates that these versions do not take."""
 
     @abc.abstractmethod
-    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Any) -> None:
         """Changes rows, and sets `current`; `new` still has the rows of `old`."""
 
 
@@ -219,13 +204,7 @@ class Versions(AnyVersions):
     """The versions of one model's tables, whose rows all lie in one memory. Loads the first one."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        given: Sequence[folders.Frozen],
-        *,
-        key_bits: folders.KeyBits,
-        memory: Memory,
-        served: Any,
+        self, config: ModelConfig, given: Sequence[folders.Frozen], key_bits: KeyBits, memory: Memory, served: Any
     ) -> None:
         super().__init__(config.model, key_bits)
         self._memory, self._spare_rows = memory, config.spare_rows
@@ -233,14 +212,12 @@ class Versions(AnyVersions):
         self._can_copy = config.device_share == 1  # else host memory would have to hold most rows twice
         self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
-        needed = max(
-            sum(sum(_bytes_of(config, table, source.num_rows).values()) for table, source in mine) for mine in owned
-        )
+        needed = max(sum(_bytes_of(config, table, source.num_rows) for table, source in mine) for mine in owned)
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
         memory.require("open", self.name, memory.free(), needed, why)
         options = {"spare_rows": config.spare_rows, "device_share": config.device_share}
-        freeze = functools.partial(frozen.freeze_records, **options)
-        parts = [Part(*freeze(mine, device=device)) for mine, device in zip(owned, memory.devices, strict=False)]
+        by_device = zip(owned, memory.devices, strict=False)
+        parts = [Part(*frozen.freeze_records(mine, device=device, **options)) for mine, device in by_device]
         others = memory.devices[len(parts) :]  # which get copies
         parts += [dataclasses.replace(parts[0], tables=jax.device_put(parts[0].tables, device)) for device in others]
         self.current = Version.first(config, given, served, parts)
@@ -248,9 +225,10 @@ class Versions(AnyVersions):
     @property
     def host_bytes(self) -> int:
         """Bytes of the maps of rows, and of rows below a cache."""
-        rows_bytes = 0 if self._can_donate else self.current.tables.num_bytes
-        rows_bytes += sum(part.tables.host_bytes for part in self.current.own_parts)
-        return rows_bytes + sum(row_map.num_bytes for part in self.current.own_parts for row_map in part.maps)
+        num_bytes = 0 if self._can_donate else self.current.tables.num_bytes
+        for part in self.current.own_parts:
+            num_bytes += part.tables.host_bytes + sum(row_map.num_bytes for row_map in part.maps)
+        return num_bytes
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
@@ -272,7 +250,7 @@ class Versions(AnyVersions):
                 'memory (uvm), wanted True or "auto"; such rows are changed where they lie.'
             )
 
-    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Reader) -> None:
+    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Any) -> None:
         with self._memory.lock:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._plan(old, changes, in_place)
             writes, parts = list[_Write](), list[Part]()
@@ -283,7 +261,7 @@ class Versions(AnyVersions):
                     for row_ids, after in plan.lines() if is_in_place else ():
                         before = frozen.read_lines(plan.old, row_ids)
                         writes.append(_Write(number, plan.store, row_ids, after, before))
-                parts.append(Part(dataclasses.replace(part.tables, stores=tuple(stores)), tuple(maps)))
+                parts.append(part.over(stores, maps))
             for number in range(len(parts), len(old.parts)):  # copies of the first part
                 copied = _copy(parts[0].tables, old.tables, old.parts[number].tables, self._memory.devices[number])
                 parts.append(dataclasses.replace(parts[0], tables=copied))
@@ -328,14 +306,14 @@ class Versions(AnyVersions):
         for plan in plans:
             if plan.is_grown:
                 names = ", ".join(f'"{table.name}"' for table in old.tables.spec.stores[plan.store])
-                also = f" A copy needs {copy_bytes} bytes, and {free} are free."
-                also = "" if in_place is True or not self._can_copy else also
+                is_choice = in_place is not True and self._can_copy
+                also = f" A copy needs {copy_bytes} bytes, and {free} are free." if is_choice else ""
                 raise ServingError(
                     f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
                     f"{plan.old.capacity} to update in place; open with more spare_rows.{also}"
                 )
-        within = _most_bytes(parts, plans, is_in_place=True)
-        within += max((plan.piece_bytes for plan in plans), default=0)
+        piece = max((plan.piece_bytes for plan in plans), default=0)
+        within = _most_bytes(parts, plans, is_in_place=True) + piece
         why = f"an index and a piece of rows to update in place, or {copy_bytes} for a copy of what changes"
         self._memory.require("update", self.name, free, within, why)
         why = "the changed rows, as they were and as they will be; bring the changes in several deltas"
@@ -396,7 +374,7 @@ class _Write:
     before: Sequence[np.ndarray]
 
 
-def open_update(model: str, source: Source, version: Version, key_bits: folders.KeyBits) -> dict[str, TableSource]:
+def open_update(model: str, source: Source, version: Version, key_bits: KeyBits) -> dict[str, TableSource]:
     """Opens and checks an update by table: a folder, folders in order, or by table, that comes after a version."""
     tables, op = version.tables.tables, "update"
     if isinstance(source, Mapping):
@@ -428,10 +406,10 @@ def open_update(model: str, source: Source, version: Version, key_bits: folders.
     return opened
 
 
-def _bytes_of(config: ModelConfig, table: frozen.FrozenTable, num_rows: int) -> dict[str, int]:
+def _bytes_of(config: ModelConfig, table: frozen.FrozenTable, num_rows: int) -> int:
     """Counts the device memory of a table's rows, spare ones included; those in host memory take none but the index."""
     num_on_device = frozen.rows_on_device(num_rows, config.device_share) if config.device_share < 1 else None
-    return frozen.frozen_bytes(table, num_rows + config.spare_rows, num_on_device)
+    return sum(frozen.frozen_bytes(table, num_rows + config.spare_rows, num_on_device).values())
 
 
 def _most_bytes(parts: Sequence[Part], plans: Sequence[StorePlan], is_in_place: bool) -> int:
