@@ -81,40 +81,36 @@ def integer(least: int = 0, most: int = 2**63 - 1) -> Check:
     return check
 
 
-def number(value: Any) -> None:
-    """Checks for a number; infinities and NaN are allowed."""
-    if type(value) not in (int, float):
-        raise Wrong(value, "a number")
-
-
-def boolean(value: Any) -> None:
-    """Checks for true or false."""
-    if type(value) is not bool:
-        raise Wrong(value, "true or false")
-
-
-def text(pattern: str = r".*", wanted: str = "text", most: int = _MOST_CHARACTERS) -> Check:
-    """Checks for a text that a regular expression matches as a whole."""
-    compiled = re.compile(pattern, re.DOTALL)
-
+def _require(is_right: Callable[[Any], bool], wanted: str) -> Check:
     def check(value: Any) -> None:
-        # Files and hashes cannot encode half of a surrogate pair.
-        if not isinstance(value, str) or len(value) > most or re.search("[\ud800-\udfff]", value):
-            raise Wrong(value, f"{wanted} of at most {most} characters")
-        if not compiled.fullmatch(value):
+        if not is_right(value):
             raise Wrong(value, wanted)
 
     return check
 
 
+number = _require(lambda value: type(value) in (int, float), "a number")
+"""Checks for a number; infinities and NaN are allowed."""
+boolean = _require(lambda value: type(value) is bool, "true or false")
+"""Checks for true or false."""
+_is_object = _require(lambda value: isinstance(value, dict), "an object")
+
+
+def text(pattern: str = r".*", wanted: str = "text", most: int = _MOST_CHARACTERS) -> Check:
+    """Checks for a text that a regular expression matches as a whole."""
+    compiled, surrogate = re.compile(pattern, re.DOTALL), re.compile("[\ud800-\udfff]")
+
+    def is_text(value: Any) -> bool:
+        # Files and hashes cannot encode half of a surrogate pair.
+        return isinstance(value, str) and len(value) <= most and not surrogate.search(value)
+
+    matches = _require(lambda value: compiled.fullmatch(value) is not None, wanted)
+    return also(_require(is_text, f"{wanted} of at most {most} characters"), matches)
+
+
 def one_of(choices: Collection[str]) -> Check:
     """Checks for one of some texts."""
-
-    def check(value: Any) -> None:
-        if not isinstance(value, str) or value not in choices:
-            raise Wrong(value, f"one of {list(choices)}")
-
-    return check
+    return _require(lambda value: isinstance(value, str) and value in choices, f"one of {list(choices)}")
 
 
 def optional(item: Check) -> Check:
@@ -124,61 +120,47 @@ def optional(item: Check) -> Check:
 
 def list_of(item: Check) -> Check:
     """Checks for a list, and each of its items."""
-
-    def check(value: Any) -> None:
-        if not isinstance(value, list):
-            raise Wrong(value, "a list")
-        _check_all((place, item, entry) for place, entry in enumerate(value))
-
-    return check
+    is_list = _require(lambda value: isinstance(value, list), "a list")
+    return also(is_list, lambda value: _check_all((place, item, entry) for place, entry in enumerate(value)))
 
 
 def tuple_of(*items: Check) -> Check:
     """Checks for a list with one item for each check."""
-
-    def check(value: Any) -> None:
-        if not isinstance(value, list) or len(value) != len(items):
-            raise Wrong(value, f"a list of {len(items)}")
-        _check_all(zip(range(len(items)), items, value, strict=True))
-
-    return check
+    is_list = _require(lambda value: isinstance(value, list) and len(value) == len(items), f"a list of {len(items)}")
+    return also(is_list, lambda value: _check_all(zip(range(len(items)), items, value, strict=True)))
 
 
 def by_name(item: Check) -> Check:
     """Checks for an object, and each of its values, under any names."""
     is_name = text(".+", "a name")
 
-    def check(value: Any) -> None:
-        if not isinstance(value, dict):
-            raise Wrong(value, "an object")
+    def check_items(value: Any) -> None:
         for name in value:
             is_name(name)
         _check_all((f"[{reprlib.repr(name)}]", item, entry) for name, entry in value.items())
 
-    return check
+    return also(_is_object, check_items)
 
 
 def entries(required: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
     """Checks for an object with all required values, and perhaps others."""
     known = {**required, **(others or {})}
 
-    def check(value: Any) -> None:
-        if not isinstance(value, dict):
-            raise Wrong(value, "an object")
+    def check_items(value: Any) -> None:
         for name in required:
             if name not in value:
                 raise Wrong(None, "a value", name)
         _check_all((name, item, value[name]) for name, item in known.items() if name in value)
 
-    return check
+    return also(_is_object, check_items)
 
 
-def also(check: Check, *more: Check) -> Check:
+def also(*checks: Check) -> Check:
     """Applies several checks, one after the other."""
 
     def all_of(value: Any) -> None:
-        for each in (check, *more):
-            each(value)
+        for check in checks:
+            check(value)
 
     return all_of
 

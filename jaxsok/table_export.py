@@ -143,22 +143,29 @@ def _lines_of(records: Array, statistics: Array | None, number: int, since: int 
 
 def blocks_of(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Yields all rows of arrays, a block at a time, as NumPy, with the number of the first row."""
-    size = arrays[0].shape[0]
-    block = min(BLOCK_ROWS, size)
 
-    def send() -> Iterator[tuple[int, int, tuple[Array, ...]]]:
-        for start in range(0, size, block):
-            # All blocks have one size, so that one program cuts them: the last one begins earlier.
-            first = min(start, size - block)
-            parts = cut_lines(arrays, np.int32(first), block)
+    def send() -> Iterator[tuple[int, slice, tuple[Array, ...]]]:
+        for first, size, lines in cuts_of(arrays[0].shape[0], BLOCK_ROWS):
+            parts = cut_lines(arrays, np.int32(first), size)
             for part in parts:
                 part.copy_to_host_async()
-            yield start, start - first, parts
+            yield first + lines.start, lines, parts
 
-    def receive(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
-        return start, [np.asarray(part)[skipped:] for part in parts]
+    def receive(start: int, lines: slice, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
+        return start, [np.asarray(part)[lines] for part in parts]
 
     yield from itertools.starmap(receive, prefetch(send()))
+
+
+def cuts_of(num_lines: int, most: int, end: int | None = None) -> Iterator[tuple[int, int, slice]]:
+    """Yields first line and size of blocks that hold all lines before `end`, and where the new lines of each are.
+
+    All blocks have one size, so that one program cuts them: the last one begins earlier.
+    """
+    size, end = min(most, num_lines), num_lines if end is None else min(num_lines, end)
+    for start in range(0, end, size):
+        first = min(start, num_lines - size)
+        yield first, size, slice(start - first, min(start + size, end) - first)
 
 
 def _join(pieces: list[_Lines]) -> _Lines:

@@ -87,7 +87,7 @@ def export_full(
       ({'item': 2}, {'item': 2})
     """
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _begin_export("export_full", path, collection, state, options, clock, keeps_keys=keeps_keys)()
+    return _begin_export("export_full", path, collection, state, None, options, clock, keeps_keys=keeps_keys)()
 
 
 def export_delta(
@@ -127,7 +127,7 @@ def export_delta(
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`
     """
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _begin_delta("export_delta", path, collection, state, base, options, clock, keeps_keys=keeps_keys)()
+    return _begin_export("export_delta", path, collection, state, base, options, clock, keeps_keys=keeps_keys)()
 
 
 def begin_export_delta(
@@ -165,51 +165,34 @@ def begin_export_delta(
         )
     options = SaveOptions(compression, host_bytes, piece_bytes)
     op = "begin_export_delta"
-    finish = _begin_delta(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys)
+    finish = _begin_export(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys)
     pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.export")
     exported = pool.submit(finish)
     pool.shutdown(wait=False)
     return exported
 
 
-def _begin_delta(
-    op: str,
-    path: Path,
-    collection: Collection,
-    state: State,
-    base: Path | Sequence[Path] | Exported,
-    options: SaveOptions,
-    clock: int | None,
-    *,
-    keeps_keys: bool,
-) -> Callable[[], Exported]:
-    for spec in collection.stores:
-        if not spec.keeps_statistics:
-            raise ValueError(
-                f'{op}: table "{spec.tables[0].name}": statistics: got False, wanted True: what changed follows from '
-                "the last step of each row; declare TableSpec(statistics=True)."
-            )
-    check_state(op, collection, state)
-    check_untraced(op, state)
-    kept = base.keys if isinstance(base, Exported) else None
-    with processes.fail_together(op):
-        chain = chain_of(op, base.path if isinstance(base, Exported) else base)
-        last = chain[-1].manifest
-        if isinstance(base, Exported) and last["uuid"] != base.uuid:
-            raise ValueError(
-                f'{op}: base: got the export {base.uuid}, whose folder "{base.path}" has {last["uuid"]} by now, wanted '
-                "the folder as it was written; pass the path of the export that the delta is to rest on."
-            )
-        for source in chain:
-            check_forms(source, collection, None, "require")
-        now = time_of(op, state, clock)
-        if now < last["clock"]:
-            raise ValueError(
-                f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the '
-                "state is older than it."
-            )
-        lineage_lib.check(op, collection, state, chain[-1].folder, last)
-    return _begin_export(op, path, collection, state, options, now, chain, kept, keeps_keys=keeps_keys)
+def _open_base(
+    op: str, collection: Collection, state: State, base: Path | Sequence[Path] | Exported, clock: int | None
+) -> list[Source]:
+    """Opens the chain that a delta rests on; refuses what is not a base of this state."""
+    chain = chain_of(op, base.path if isinstance(base, Exported) else base)
+    last = chain[-1].manifest
+    if isinstance(base, Exported) and last["uuid"] != base.uuid:
+        raise ValueError(
+            f'{op}: base: got the export {base.uuid}, whose folder "{base.path}" has {last["uuid"]} by now, wanted '
+            "the folder as it was written; pass the path of the export that the delta is to rest on."
+        )
+    for source in chain:
+        check_forms(source, collection, None, "require")
+    now = time_of(op, state, clock)
+    if now < last["clock"]:
+        raise ValueError(
+            f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the '
+            "state is older than it."
+        )
+    lineage_lib.check(op, collection, state, chain[-1].folder, last)
+    return chain
 
 
 def _begin_export(
@@ -217,29 +200,35 @@ def _begin_export(
     path: Path,
     collection: Collection,
     state: State,
+    base: Path | Sequence[Path] | Exported | None,
     options: SaveOptions,
     clock: int | None,
-    chain: Sequence[Source] = (),
-    kept: KeysByRow | None = None,
     *,
     keeps_keys: bool,
 ) -> Callable[[], Exported]:
-    """Begins to write, with a chain a delta on its last link, under another name; fails in all processes if in one.
+    """Begins to write, with a base a delta on it, under another name; fails in all processes if in one.
 
     Returns once the rows are on the host, with a function that waits for the files and gives them their name.
     """
+    for spec in () if base is None else collection.stores:
+        if not spec.keeps_statistics:
+            raise ValueError(
+                f'{op}: table "{spec.tables[0].name}": statistics: got False, wanted True: what changed follows from '
+                "the last step of each row; declare TableSpec(statistics=True)."
+            )
     check_state(op, collection, state)
     check_untraced(op, state)
+    final, chain, rests_on = pathlib.Path(path), [], None
+    if base is not None:
+        with processes.fail_together(op):
+            chain = _open_base(op, collection, state, base, clock)
+        last, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder, final.absolute().parent)
+        rests_on = {"base": last["uuid"], "base_path": base_path, "since": last["clock"]}
     # Processes have rows of their own, and all of them must look for the same keys.
-    kept = kept if jax.process_count() == 1 else None
+    kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
     with processes.fail_together(op):
         moved = kept.compare(collection, state) if kept else None
         keys = KeysByRow.of(collection, state) if keeps_keys and moved is None else None
-    final = pathlib.Path(path)
-    rests_on = None
-    if chain:
-        base, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder, final.absolute().parent)
-        rests_on = {"base": base["uuid"], "base_path": base_path, "since": base["clock"]}
     token = processes.draw_words(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder = published.unfinished_path(final, token)
     is_first = jax.process_index() == 0
@@ -274,17 +263,17 @@ def _begin_export(
         raise
     # Most rows keep their keys; to copy them takes a while, which the caller need not wait for.
     keys_later = functools.partial(kept.after, moved) if keeps_keys and kept and moved is not None else lambda: keys
-    return functools.partial(_finish, op, saving, written, folder, final, keys_later)
+    return functools.partial(_finish, saving, written, folder, final, keys_later)
 
 
 def _finish(
-    op: str,
     saving: Saving,
     written: "concurrent.futures.Future[None]",
     folder: pathlib.Path,
     final: pathlib.Path,
     keys: Callable[[], KeysByRow | None],
 ) -> Exported:
+    op = saving.op
     try:
         with processes.fail_together(op):
             written.result()
@@ -305,11 +294,10 @@ def _finish(
         _remove(folder)
         raise
     manifest = manifest_lib.read(op, final)
-    num_rows, num_tombstones = {}, {}
-    for name, table in manifest["tables"].items():
-        num_rows[name] = table["num_rows"]
-        num_tombstones[name] = sum(file["num_rows"] for file in table[manifest_lib.TOMBSTONES])
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
+    num_rows = {name: table["num_rows"] for name, table in manifest["tables"].items()}
+    tombstones = {name: table[manifest_lib.TOMBSTONES] for name, table in manifest["tables"].items()}
+    num_tombstones = {name: sum(file["num_rows"] for file in files) for name, files in tombstones.items()}
     counts = {"num_rows": num_rows, "num_tombstones": num_tombstones}
     return Exported(final, **facts, **counts, report=saving.report, keys=kept)
 

@@ -21,12 +21,13 @@ import numpy as np
 from jaxsok import checks, operations, policies
 from jaxsok.admission import waiting_in
 from jaxsok.checkpoint import files, lineage as lineage_lib, manifest as manifest_lib
-from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
+from jaxsok.checkpoint.snapshot import Piece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
+from jaxsok.rows import RowLines
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
 from jaxsok.types import COUNTERS, NUM_PARTITIONS, PADDING_KEY
@@ -295,11 +296,11 @@ class _Tables:
         self.by_partition = {name: np.zeros(NUM_PARTITIONS, np.int64) for name in self.numbers}
         self.latest = 0
 
-    def prepare(self, piece: Piece) -> list[_Batch] | WordsPiece:
+    def prepare(self, piece: Piece) -> list[_Batch] | Piece:
         """Makes the record batches of rows, while another thread writes those of the piece before."""
-        return list(self._batches_of(piece)) if isinstance(piece, RowsPiece) else piece
+        return list(self._batches_of(piece)) if piece.kind == "rows" else piece
 
-    def write(self, prepared: list[_Batch] | WordsPiece) -> None:
+    def write(self, prepared: list[_Batch] | Piece) -> None:
         if isinstance(prepared, list):
             for form, batch, partitions in prepared:
                 self._file(form.name, manifest_lib.ROWS, form.schema).write(batch, partitions)
@@ -308,16 +309,15 @@ class _Tables:
         else:
             self._write_bloom(prepared)
 
-    def _batches_of(self, piece: RowsPiece) -> Iterator[_Batch]:
-        forms = self.forms[piece.store]
-        keys, tables = from_words(piece.records[:, :2]), piece.records[:, 2]
+    def _batches_of(self, piece: Piece) -> Iterator[_Batch]:
+        forms, arrays = self.forms[piece.store], piece.arrays
+        keys, tables = from_words(arrays.records[:, :2]), arrays.records[:, 2]
         is_live = keys != np.uint64(PADDING_KEY)
         if self.saving.since is not None:
-            assert piece.statistics is not None
-            is_live &= piece.statistics[:, 0] >= np.uint32(self.saving.since)
+            is_live &= arrays.statistics[:, 0] >= np.uint32(self.saving.since)
         lines = np.flatnonzero(is_live)
-        if piece.statistics is not None and lines.size:
-            self.latest = max(self.latest, int(piece.statistics[lines, 0].max()))
+        if arrays.statistics is not None and lines.size:
+            self.latest = max(self.latest, int(arrays.statistics[lines, 0].max()))
         numbers = tables[lines]
         partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
         ranks = numbers.astype(np.int64) * NUM_PARTITIONS + partitions.astype(np.int64)
@@ -325,43 +325,31 @@ class _Tables:
         order = np.argsort(ranks.astype(np.min_scalar_type(len(forms) * NUM_PARTITIONS - 1)), kind="stable")
         lines, partitions = lines[order], partitions[order].astype(np.int64)
         ends = np.searchsorted(numbers[order], np.arange(len(forms) + 1))
-        least = LEAST_BATCH_BYTES * len(piece.records) // max(1, piece.nbytes)
-        most = max(1, least, -(-len(piece.records) // BATCHES_PER_PIECE))
+        least = LEAST_BATCH_BYTES * len(keys) // max(1, piece.nbytes)
+        most = max(1, least, -(-len(keys) // BATCHES_PER_PIECE))
         for number, form in enumerate(forms):
-            self.by_partition[form.name] += np.bincount(
-                partitions[ends[number] : ends[number + 1]], minlength=NUM_PARTITIONS
-            )
-            for start in range(ends[number], ends[number + 1], most):
-                stop = min(start + most, ends[number + 1])
-                batch = self._batch_of(form, piece, keys, lines[start:stop])
-                yield form, batch, (int(partitions[start]), int(partitions[stop - 1]))
+            begin, end = ends[number : number + 2]
+            self.by_partition[form.name] += np.bincount(partitions[begin:end], minlength=NUM_PARTITIONS)
+            for start in range(begin, end, most):
+                stop = min(start + most, end)
+                records = _records_of(form, arrays, keys, lines[start:stop])
+                self.nonfinite[form.name] += int((~np.isfinite(records.rows).all(axis=1)).sum())
+                yield form, form.to_batch(records), (int(partitions[start]), int(partitions[stop - 1]))
 
-    def _batch_of(self, form: files.TableForm, piece: RowsPiece, keys: np.ndarray, lines: np.ndarray) -> Any:
-        statistics = None if piece.statistics is None else piece.statistics[lines]
-        records = Records(
-            keys[lines],
-            piece.rows[lines],
-            {name: array[lines] for (name, _, _), array in zip(form.states, piece.states, strict=True)},
-            None if statistics is None else np.ascontiguousarray(statistics[:, 0]),
-            None if statistics is None else np.ascontiguousarray(statistics[:, 1]),
-        )
-        self.nonfinite[form.name] += int((~np.isfinite(records.rows).all(axis=1)).sum())
-        return form.to_batch(records)
-
-    def _write_waiting(self, piece: WordsPiece) -> None:
+    def _write_waiting(self, piece: Piece) -> None:
         for number, form in enumerate(self.forms[piece.store]):
-            keys, counts = waiting_in(self.collection.stores[piece.store], piece.words, number)
+            keys, counts = waiting_in(self.collection.stores[piece.store], piece.arrays, number)
             if keys.size:
                 file = self._file(form.name, manifest_lib.WAITING, files.keys_schema(True))
                 file.write(files.keys_batch(keys, counts), files.ALL_PARTITIONS)
 
-    def _write_bloom(self, piece: WordsPiece) -> None:
+    def _write_bloom(self, piece: Piece) -> None:
         if piece.store not in self.bloom:
             name = f"store_{piece.store:04d}.process_{jax.process_index():05d}.bloom"
             entry = {"store": piece.store, "name": name, "size": 0, "pieces": []}
             self.bloom[piece.store] = (self.folder / name).open("wb"), entry
         file, entry = self.bloom[piece.store]
-        data = piece.words.astype("<u4").tobytes()
+        data = piece.arrays.astype("<u4").tobytes()
         entry["pieces"].append([entry["size"], len(data), zlib.crc32(data), piece.shard])
         entry["size"] += file.write(data)
 
@@ -416,6 +404,12 @@ class _Tables:
             file.abandon()
         for file, _ in self.bloom.values():
             file.close()
+
+
+def _records_of(form: files.TableForm, arrays: RowLines, keys: np.ndarray, lines: np.ndarray) -> Records:
+    last_step, frequency = (None, None) if arrays.statistics is None else arrays.statistics[lines].T.copy()
+    states = {name: array[lines] for (name, _, _), array in zip(form.states, arrays.states, strict=True)}
+    return Records(keys[lines], arrays.rows[lines], states, last_step, frequency)
 
 
 def admission_of(spec: StoreSpec, table: TableSpec) -> dict[str, Any] | None:
