@@ -81,17 +81,14 @@ def export_chunks(
 
 def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -> dict[str, Any]:
     """Collects the rows of one table of a store by shard and row id: keys, rows, row ids, state, statistics, shards."""
-    chunks = list(export_chunks(spec, store, seed, number))
-    records = records_lib.join_records([no_records(spec), *(chunk.records for chunk in chunks)])
-    no_ids = [np.zeros(0, np.uint32)]
-    table: dict[str, Any] = {"keys": records.keys, "rows": records.rows}
-    table["row_ids"] = np.concatenate(no_ids + [chunk.row_ids for chunk in chunks])
-    table["state"] = dict(records.state)
-    if records.last_step is not None and records.frequency is not None:
+    chunks = [Chunk(0, np.zeros(0, np.uint32), no_records(spec)), *export_chunks(spec, store, seed, number)]
+    records = records_lib.join_records([chunk.records for chunk in chunks])
+    row_ids = np.concatenate([chunk.row_ids for chunk in chunks])
+    table: dict[str, Any] = {"keys": records.keys, "rows": records.rows, "row_ids": row_ids, "state": records.state}
+    if spec.keeps_statistics:
         table |= {"last_step": records.last_step, "frequency": records.frequency}
     if spec.num_shards > 1:
-        of_chunks = [np.full(chunk.records.num_rows, chunk.shard, np.uint32) for chunk in chunks]
-        table["shards"] = np.concatenate(no_ids + of_chunks)
+        table["shards"] = np.repeat(np.uint32([chunk.shard for chunk in chunks]), [len(c.row_ids) for c in chunks])
     return table
 
 

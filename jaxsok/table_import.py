@@ -97,15 +97,15 @@ def check_chunk(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndar
                 "what is of another optimizer: Records(keys, rows, state={})."
             )
         arrays[f"state.{name}"] = _floats(f"{what}: state {name!r}", array, (size, widths[name]), "float32")
-    statistics = [records.last_step, records.frequency]
-    if (statistics[0] is None) != (statistics[1] is None):
+    given = {"last_step": records.last_step, "frequency": records.frequency}
+    statistics = {name: np.asarray(words) for name, words in given.items() if words is not None}
+    if len(statistics) == 1:
         raise ValueError(f"{what}: last_step, frequency: got one of them, wanted both or None.")
-    for name, words in zip(("last_step", "frequency"), statistics, strict=True):
-        words = np.zeros(size, np.uint32) if words is None else np.asarray(words)
+    for name, words in statistics.items():
         if words.dtype != np.uint32 or words.shape != (size,):
             raise ValueError(f"{what}: {name}: got {words.dtype}{list(words.shape)}, wanted uint32[{size}].")
-    if spec.keeps_statistics and records.last_step is not None:
-        arrays["statistics"] = np.stack([np.asarray(words) for words in statistics], axis=1)
+    if spec.keeps_statistics and statistics:
+        arrays["statistics"] = np.stack(list(statistics.values()), axis=1)
     return arrays
 
 
@@ -243,16 +243,14 @@ class _Import:
             pieces = self._pieces({"keys": arrays["keys"]}, dealt)
             absent = [_count_absent(self.table, self.store, piece["keys"]) for piece in pieces]
             asked = sum(self.shards.read(counts).astype(np.int64) for counts in absent)
-        needed = int((self.in_use + asked).max())
-        if needed > self.capacity:
-            limit = self.spec.max_capacity or MAX_CAPACITY
-            if needed > limit:
-                names = ", ".join(f'"{table.name}"' for table in self.spec.tables)
-                raise TableFullError(
-                    f'import_table: table "{self.table.declared.name}": got a chunk of {len(arrays["keys"])} '
-                    f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
-                    f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
-                )
+        needed, limit = int((self.in_use + asked).max()), self.spec.max_capacity or MAX_CAPACITY
+        if needed > max(limit, self.capacity):
+            names = ", ".join(f'"{table.name}"' for table in self.spec.tables)
+            raise TableFullError(
+                f'import_table: table "{self.table.declared.name}": got a chunk of {len(arrays["keys"])} '
+                f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
+                f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
+            )
         expected = self._expected_rows()
         if max(needed, expected) > self.capacity:
             room = enlarge.agree_on_room([self.spec], self.shards)

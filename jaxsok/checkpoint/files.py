@@ -10,12 +10,14 @@ import functools
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (names bfloat16 to NumPy)
 import numpy as np
 
+from jaxsok import manifests
+from jaxsok.checks import not_none
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.types import NUM_PARTITIONS
@@ -35,14 +37,13 @@ class CorruptFileError(ValueError):
 def arrow() -> Any:
     """Imports PyArrow, or says what to install."""
     try:
+        import pyarrow
         import pyarrow.ipc
     except ImportError as error:
         raise ImportError(
             "jaxsok.checkpoint: pyarrow: got no such module, wanted it to read and write files; pip install "
             "'jaxsok[checkpoint]'."
         ) from error
-    import pyarrow
-
     return pyarrow
 
 
@@ -76,9 +77,6 @@ class TableForm:
         fields["states"] = tuple((str(name), int(dim), float(initial)) for name, dim, initial in fields["states"])
         return cls(**fields)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @property
     def row_bytes(self) -> int:
         """Bytes of a row with its key, optimizer state and statistics, uncompressed."""
@@ -89,57 +87,55 @@ class TableForm:
     def schema(self) -> "pa.Schema":
         pa = arrow()
         types = {"float32": pa.float32(), "float16": pa.float16(), "bfloat16": pa.uint16()}
+
+        def numbers(name: str, kind: Any, dim: int, metadata: Mapping[str, str] | None = None) -> "pa.Field":
+            lists = pa.list_(pa.field("item", kind, nullable=False), dim)
+            return pa.field(name, lists, nullable=False, metadata=metadata)
+
         fields = [
             pa.field("key", pa.uint64(), nullable=False),
-            _numbers("row", types[self.dtype], self.dim, {"dtype": self.dtype}),
-            *(_numbers(f"state.{name}", pa.float32(), dim) for name, dim, _ in self.states),
+            numbers("row", types[self.dtype], self.dim, {"dtype": self.dtype}),
+            *(numbers(f"state.{name}", pa.float32(), dim) for name, dim, _ in self.states),
         ]
         if self.statistics:
             fields += [pa.field(name, pa.uint32(), nullable=False) for name in ("last_step", "frequency")]
         return pa.schema(fields, metadata={"jaxsok.table": self.name})
 
     def to_batch(self, records: Records) -> "pa.RecordBatch":
-        """Makes a record batch; arrays that lie in one piece are not copied."""
-        pa = arrow()
         rows = np.ascontiguousarray(records.rows)
-        if self.dtype == "bfloat16":
-            rows = rows.view(np.uint16)
-        columns = [pa.array(records.keys), _lists(rows)]
-        columns += [_lists(np.ascontiguousarray(records.state[name])) for name, _, _ in self.states]
-        if self.statistics:
-            columns += [pa.array(records.last_step), pa.array(records.frequency)]
-        return pa.record_batch(columns, schema=self.schema)
+        columns = [records.keys, rows.view(np.uint16) if self.dtype == "bfloat16" else rows]
+        columns += [records.state[name] for name, _, _ in self.states]
+        columns += [not_none(records.last_step), not_none(records.frequency)] if self.statistics else []
+        return make_batch(self.schema, *columns)
 
     def from_batch(self, batch: "pa.RecordBatch") -> Records:
         """Returns views of a batch."""
 
-        def lists(name: str, dtype: Any, dim: int) -> np.ndarray:
+        def lists(name: str, dtype: str, dim: int) -> np.ndarray:
             values = batch.column(name).values.to_numpy(zero_copy_only=False)
             return values.view(dtype).reshape(batch.num_rows, dim)
 
-        def plain(name: str) -> np.ndarray:
-            return batch.column(name).to_numpy(zero_copy_only=False)
-
-        row_dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[self.dtype]
         return Records(
-            plain("key"),
-            lists("row", row_dtype, self.dim),
-            {name: lists(f"state.{name}", np.float32, dim) for name, dim, _ in self.states},
-            plain("last_step") if self.statistics else None,
-            plain("frequency") if self.statistics else None,
+            column_of(batch, "key"),
+            lists("row", self.dtype, self.dim),
+            {name: lists(f"state.{name}", "float32", dim) for name, dim, _ in self.states},
+            column_of(batch, "last_step") if self.statistics else None,
+            column_of(batch, "frequency") if self.statistics else None,
         )
 
 
-def _numbers(name: str, kind: Any, dim: int, metadata: Mapping[str, str] | None = None) -> Any:
+def make_batch(schema: Any, *columns: np.ndarray) -> Any:
+    """Makes a record batch of `[num_rows]` and `[num_rows, dim]`; arrays that lie in one piece are not copied."""
     pa = arrow()
-    return pa.field(name, pa.list_(pa.field("item", kind, nullable=False), dim), nullable=False, metadata=metadata)
+    arrays = []
+    for field, column in zip(schema, columns, strict=True):
+        flat = pa.array(np.ascontiguousarray(column).reshape(-1))
+        arrays.append(flat if column.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, type=field.type))
+    return pa.record_batch(arrays, schema=schema)
 
 
-def _lists(values: np.ndarray) -> Any:
-    pa = arrow()
-    item = pa.array(values.reshape(-1))
-    kind = pa.list_(pa.field("item", item.type, nullable=False), values.shape[1])
-    return pa.FixedSizeListArray.from_arrays(item, type=kind)
+def column_of(batch: Any, name: str) -> np.ndarray:
+    return batch.column(name).to_numpy(zero_copy_only=False)
 
 
 def keys_schema(with_counts: bool) -> Any:
@@ -147,12 +143,6 @@ def keys_schema(with_counts: bool) -> Any:
     pa = arrow()
     fields = [pa.field("key", pa.uint64(), nullable=False)]
     return pa.schema(fields + [pa.field("count", pa.uint32(), nullable=False)] * with_counts)
-
-
-def keys_batch(keys: np.ndarray, counts: np.ndarray | None = None) -> Any:
-    pa = arrow()
-    columns = [pa.array(keys)] + ([] if counts is None else [pa.array(counts)])
-    return pa.record_batch(columns, schema=keys_schema(counts is not None))
 
 
 class _SegmentedFile(io.RawIOBase):
@@ -262,12 +252,13 @@ class SavedFile:
             for offset, size, checksum, *_ in [*self.entry["batches"], self.entry["foot"]]:
                 self._read(file, offset, size, checksum)
 
-    def ranges(self, ranges: Iterable[Sequence[int]]) -> Iterator[bytes]:
-        """Reads ranges, each an offset, a size and a checksum."""
+    def words(self, shard: int | None = None) -> Iterator[np.ndarray]:
+        """Reads the pieces of a Bloom filter; those of one shard, or all."""
         self.check_size()
         with self.path.open("rb") as file:
-            for offset, size, checksum in ranges:
-                yield self._read(file, offset, size, checksum)
+            for offset, size, checksum, of in self.entry["pieces"]:
+                if shard in (None, of):
+                    yield np.frombuffer(self._read(file, offset, size, checksum), "<u4")
 
     def batches(self, wanted: np.ndarray | None = None) -> Iterator[Any]:
         """Reads the record batches that may have keys of wanted partitions, bool[4096]; checks them.
@@ -317,14 +308,11 @@ class SavedFile:
             raise self._damage_error(offset, f"got {size} bytes with checksum {found}", f"checksum {checksum}")
         return data
 
-    def _damage_error(self, byte: int, got: str, wanted: str) -> CorruptFileError:
-        return CorruptFileError(
-            f'{self.op}: file "{self.path}", byte {byte}: {got}, wanted {wanted}; the file is damaged, use another '
-            "copy."
-        )
+    def _damage_error(self, byte: int, got: str, wanted: str) -> ValueError:
+        return manifests.damage_error(self.op, self.path, f"byte {byte}: {got}, wanted {wanted}", CorruptFileError)
 
 
 def key_batches(files: Iterable[SavedFile]) -> Iterator[np.ndarray]:
     for file in files:
         for batch in file.batches():
-            yield batch.column("key").to_numpy(zero_copy_only=False)
+            yield column_of(batch, "key")

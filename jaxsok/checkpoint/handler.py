@@ -23,7 +23,7 @@ except ImportError as error:
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.restore import restore
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save
 from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
@@ -48,39 +48,33 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         """Copies the state to the host and returns; files are written later."""
         votes = processes.Vote(SAVE), processes.Vote(SAVE)  # of the files, and of the manifest
         try:
-            return [await self._begin(directory, args, votes)]
+            saving = args.make_saving()
+            self.report = args.report
+            # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
+            writing, began = _write(saving, directory, votes), time.monotonic()
+            commit = ocp.future.CommitFutureAwaitingContractedSignals(writing, name="jaxsok_tables")
+
+            def is_alive() -> None:
+                try:
+                    commit.result(timeout=0.001)
+                except TimeoutError:
+                    if time.monotonic() - began > PATIENCE_S:
+                        raise
+
+            # Not on the loop's thread: other items are copied at the same time.
+            await asyncio.to_thread(saving.feed, is_alive)
         except BaseException as error:
             votes[0].report(error)
             raise
-
-    async def _begin(self, directory: Any, args: "TablesSave", votes: tuple[processes.Vote, processes.Vote]) -> Any:
-        saving = args.make_saving()
-        self.report = args.report
-        # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
-        writing, began = _write(saving, directory, votes), time.monotonic()
-        commit = ocp.future.CommitFutureAwaitingContractedSignals(writing, name="jaxsok_tables")
-
-        def is_alive() -> None:
-            try:
-                commit.result(timeout=0.001)
-            except TimeoutError:
-                if time.monotonic() - began > PATIENCE_S:
-                    raise
-
-        # Not on the loop's thread: other items are copied at the same time.
-        await asyncio.to_thread(saving.feed, is_alive)
-        return commit
+        return [commit]
 
     def save(self, directory: Any, args: "TablesSave") -> None:
         with processes.fail_together(SAVE):
             saving = args.make_saving()
             self.report = args.report
-            save_now(saving, directory)
+            begin_save(saving, directory).result()
         with processes.fail_together(SAVE):
             _join(directory)
-
-    def finalize(self, directory: Any) -> None:
-        """Does nothing: the manifest's parts are joined in a call whose failure all processes get."""
 
     def restore(self, directory: Any, args: "TablesRestore | None" = None) -> State:
         """Restores a state of the arguments' collection."""

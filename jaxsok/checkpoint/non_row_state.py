@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,44 +49,37 @@ def add(source: Source, held: Restoring, names: Sequence[str]) -> None:
 def add_store_words(source: Source, held: Restoring) -> None:
     """Restores salts and generations, where the same tables share a store; the index must be empty."""
     for s, spec in enumerate(held.collection.stores):
-        names = [table.name for table in spec.tables]
-        saved = next((store for store in source.manifest["stores"] if store["tables"] == names), None)
-        if saved is None:
-            continue
-        words = np.zeros(len(COUNTERS), np.uint32)
-        words[[COUNTERS.index(name) for name in ("salt_low", "salt_high")]] = saved["salt"]
-        words[COUNTERS.index("generation")] = saved["generation"]
-        counters = _put(held.collection, lambda _, words=words: words.copy())
-        held.state = _with_arrays(held.state, s, counters=counters)
+        if saved := source.store_with(spec):
+            low, high = saved["salt"]
+            saved_words = {"salt_low": low, "salt_high": high, "generation": saved["generation"]}
+            words = np.array([saved_words.get(name, 0) for name in COUNTERS], np.uint32)
+            held.state = _with_arrays(held.state, s, counters=_repeat(held.collection, words))
 
 
 def note_keys(source: Source, collection: Collection) -> None:
     """Reports to `grow` how many keys a step had when the state was saved; older formats do not say."""
+    reports = {"keys_per_step": collection.growth.record_batch, "assigned_per_step": collection.growth.record_assign}
     for s, spec in enumerate(collection.stores):
         names = {table.name for table in spec.tables}
-        totals = [0, 0]
-        for saved in source.manifest["stores"]:
-            if names & set(saved["tables"]):
-                # The count is that of one shard; every shard of a replicated store has all keys.
-                num_shards = 1 if saved["is_replicated"] else source.manifest["num_shards"]
-                totals[0] += num_shards * saved.get("keys_per_step", 0)
-                totals[1] += num_shards * saved.get("assigned_per_step", 0)
-        keys, assigned = (total if spec.is_replicated else -(-total // spec.num_shards) for total in totals)
-        collection.growth.record_batch(s, keys)
-        collection.growth.record_assign(s, assigned)
+        for field, report in reports.items():
+            total = 0
+            for saved in source.manifest["stores"]:
+                if names & set(saved["tables"]):
+                    # The count is that of one shard; every shard of a replicated store has all keys.
+                    total += saved.get(field, 0) * (1 if saved["is_replicated"] else source.manifest["num_shards"])
+            report(s, total if spec.is_replicated else -(-total // spec.num_shards))
 
 
 def restore_looks(source: Source, held: Restoring) -> None:
     """Restores what `grow` had seen of full stores, so that they evict at the calls of a run that went on."""
     collection, state = held.collection, held.state
     for s, spec in enumerate(collection.stores):
-        names = [table.name for table in spec.tables]
-        for saved in source.manifest["stores"]:
-            # On another number of shards, these counts are of other rows.
-            if saved["tables"] == names and source.manifest["num_shards"] == spec.num_shards:
-                num_rows = int(rows_in_use(spec, state.stores[s], collection.shards).max())
-                most = saved.get("most_positions", 0)
-                collection.growth.restore_looks(s, saved.get("looks", ()), num_rows, most, state)
+        saved = source.store_with(spec)
+        # On another number of shards, these counts are of other rows.
+        if saved and source.manifest["num_shards"] == spec.num_shards:
+            num_rows = int(rows_in_use(spec, state.stores[s], collection.shards).max())
+            most = saved.get("most_positions", 0)
+            collection.growth.restore_looks(s, saved.get("looks", ()), num_rows, most, state)
 
 
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
@@ -99,8 +92,7 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
         saved = [manifest_lib.array_from_json(array) for array in source.store_of(name)[1]["globals"]]
         if [(array.shape, array.dtype) for array in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
             continue  # of another optimizer, which "matching" lets pass
-        put = tuple(_put(collection, lambda _, array=array: array[None]) for array in saved)
-        state = _with_arrays(state, s, globals_=put)
+        state = _with_arrays(state, s, globals_=tuple(_repeat(collection, array[None]) for array in saved))
     return state
 
 
@@ -112,10 +104,9 @@ def _restore_evicted(source: Source, collection: Collection, state: State, names
             continue
         saved = [tables[table.name]["num_evicted"] if table.name in names else 0 for table in spec.tables]
         counts = np.array(saved, np.uint64).astype(np.uint32)
-        none = np.zeros_like(counts)
-        blocks = [counts if shard == 0 or spec.is_replicated else none for shard in range(spec.num_shards)]
-        put = _put(collection, lambda shard, blocks=blocks: blocks[shard].copy())
-        state = _with_arrays(state, s, table_evicted=(put,))
+        blocks = {shard: np.zeros_like(counts) for shard in collection.shards.local()}
+        blocks |= {shard: counts.copy() for shard in blocks if shard == 0 or spec.is_replicated}
+        state = _with_arrays(state, s, table_evicted=(collection.shards.put(blocks),))
     return state
 
 
@@ -123,8 +114,9 @@ def _with_arrays(state: State, s: int, **arrays: Any) -> State:
     return with_store(state, s, dataclasses.replace(state.stores[s], **arrays))
 
 
-def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
-    return collection.shards.put({shard: blocks(shard) for shard in collection.shards.local()})
+def _repeat(collection: Collection, block: np.ndarray) -> Any:
+    """Makes an array with a copy of a block on each shard."""
+    return collection.shards.put({shard: block.copy() for shard in collection.shards.local()})
 
 
 def _add_admission(source: Source, held: Restoring, table: TableRef) -> None:
@@ -176,7 +168,7 @@ def _add_bloom(source: Source, held: Restoring, table: TableRef) -> None:
     """Restores the table's part of the filter, where the shards are the same: it has no keys to deal it out by."""
     spec, name = table.spec, table.declared.name
     begin, size = spec.bloom_segments()[table.number]
-    saved_s, saved = source.store_of(name)
+    _, saved = source.store_of(name)
     old_begin, old_size = saved["bloom_segments"][saved["tables"].index(name)]
     was, wanted = source.manifest["tables"][name]["admission"], admission_of(spec, table.declared)
     is_same = was == wanted and old_size == size
@@ -190,8 +182,7 @@ def _add_bloom(source: Source, held: Restoring, table: TableRef) -> None:
         counters = np.array(part).view(np.uint8)
         counters[begin : begin + size] = 0
         if is_same:
-            words = source.bloom(saved_s, 0 if spec.is_replicated else shard)
+            words = source.bloom(name, 0 if spec.is_replicated else shard)
             counters[begin : begin + size] = words.view(np.uint8)[old_begin : old_begin + old_size]
         blocks[shard] = counters.view(np.uint32)
-    bloom = _put(held.collection, blocks.__getitem__)
-    held.state = _with_arrays(held.state, table.store, bloom=(bloom,))
+    held.state = _with_arrays(held.state, table.store, bloom=(table.shards.put(blocks),))

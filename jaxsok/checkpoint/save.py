@@ -248,11 +248,6 @@ def time_of(op: str, state: State, clock: Any) -> int:
     return int(np.asarray(state.step if word is None else word))
 
 
-def save_now(saving: Saving, folder: Any) -> None:
-    """Saves into an existing folder, and waits for the files."""
-    begin_save(saving, folder).result()
-
-
 def begin_save(saving: Saving, folder: Any) -> "concurrent.futures.Future[None]":
     """Saves into an existing folder; returns once the rows are on the host, while a thread still writes the files."""
     pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.save")
@@ -337,11 +332,12 @@ class _Tables:
                 yield form, form.to_batch(records), (int(partitions[start]), int(partitions[stop - 1]))
 
     def _write_waiting(self, piece: Piece) -> None:
+        schema = files.keys_schema(True)
         for number, form in enumerate(self.forms[piece.store]):
             keys, counts = waiting_in(self.collection.stores[piece.store], piece.arrays, number)
             if keys.size:
-                file = self._file(form.name, manifest_lib.WAITING, files.keys_schema(True))
-                file.write(files.keys_batch(keys, counts), files.ALL_PARTITIONS)
+                file = self._file(form.name, manifest_lib.WAITING, schema)
+                file.write(files.make_batch(schema, keys, counts), files.ALL_PARTITIONS)
 
     def _write_bloom(self, piece: Piece) -> None:
         if piece.store not in self.bloom:
@@ -354,10 +350,10 @@ class _Tables:
         entry["size"] += file.write(data)
 
     def write_tombstones(self, table: str, keys: np.ndarray) -> None:
-        size = max(1, self.saving.options.bytes_of_piece // keys.itemsize)
+        size, schema = max(1, self.saving.options.bytes_of_piece // keys.itemsize), files.keys_schema(False)
         for start in range(0, keys.size, size):
-            file = self._file(table, manifest_lib.TOMBSTONES, files.keys_schema(False))
-            file.write(files.keys_batch(keys[start : start + size]), files.ALL_PARTITIONS)
+            file = self._file(table, manifest_lib.TOMBSTONES, schema)
+            file.write(files.make_batch(schema, keys[start : start + size]), files.ALL_PARTITIONS)
 
     def _file(self, table: str, kind: str, schema: Any) -> files.BatchFile:
         if (table, kind) not in self.open:
@@ -380,7 +376,7 @@ class _Tables:
             evicted |= zip(store["tables"], store["num_evicted"], strict=False)
         return {
             table.name: {
-                "form": form.to_json(),
+                "form": dataclasses.asdict(form),
                 "admission": admission_of(spec, table),
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
                 "num_rows": sum(file["num_rows"] for file in self._entries_of(table.name, manifest_lib.ROWS)),

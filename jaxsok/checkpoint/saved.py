@@ -6,22 +6,22 @@ The manifest is checked before anything is read, and all data against its checks
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxsok import checks
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, column_of, keys_schema
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
-from jaxsok.specs import name_word
+from jaxsok.specs import StoreSpec, name_word
 
 LOG = logging.getLogger("jaxsok.checkpoint")
 OptimizerState = Literal["require", "matching", "initial"]
-OPTIMIZER_STATES: tuple[str, ...] = ("require", "matching", "initial")
+OPTIMIZER_STATES: tuple[str, ...] = get_args(OptimizerState)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Source:
     def waiting_keys(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
-                yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
+                yield column_of(batch, "key"), column_of(batch, "count")
 
     def check(self, tables: Sequence[str]) -> None:
         """Refuses, with a CorruptFileError, missing or mis-sized files, and counts that do not agree."""
-        for file in self._all_files(tables):
+        for file in (*self._all_files(tables), *self._bloom_files(tables)):
             file.check_size()
         for table in tables:
             entry = self.manifest["tables"][table]
@@ -72,31 +72,29 @@ class Source:
                     f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '
                     f'"{self.folder}", wanted {entry["num_rows"]} of both; manifests of other saves were mixed.'
                 )
-        for file, _ in self._bloom_files({self.store_of(table)[0] for table in tables}):
-            file.check_size()
 
     def verify(self, tables: Sequence[str]) -> None:
         self.check(tables)
         for file in self._all_files(tables):
             file.verify()
-        for file, pieces in self._bloom_files({self.store_of(table)[0] for table in tables}):
-            for _ in file.ranges(piece[:3] for piece in pieces):
+        for file in self._bloom_files(tables):
+            for _ in file.words():
                 pass  # nothing of it is kept
 
     def _all_files(self, tables: Sequence[str]) -> list[SavedFile]:
         return [file for table in tables for kind in manifest_lib.KINDS for file in self.files(table, kind)]
 
-    def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
-        for entry in self.manifest["bloom"]:
-            if entry["store"] in stores:
-                yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
+    def _bloom_files(self, tables: Sequence[str]) -> list[SavedFile]:
+        stores = {self.store_of(table)[0] for table in tables}
+        entries = [entry for entry in self.manifest[manifest_lib.BLOOM] if entry["store"] in stores]
+        return [SavedFile(self.op, self.folder, entry, None) for entry in entries]
 
-    def bloom(self, store: int, shard: int) -> np.ndarray:
-        parts = [np.zeros(0, np.uint32)]
-        for file, pieces in self._bloom_files({store}):
-            mine = [piece[:3] for piece in pieces if piece[3] == shard]
-            parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(mine)]
-        words, wanted = np.concatenate(parts), max(map(sum, self.manifest["stores"][store]["bloom_segments"]))
+    def bloom(self, table: str, shard: int) -> np.ndarray:
+        """Reads the Bloom filter of a table's store."""
+        store, saved = self.store_of(table)
+        parts = [words for file in self._bloom_files([table]) for words in file.words(shard)]
+        words = np.concatenate([np.zeros(0, np.uint32), *parts])
+        wanted = max(map(sum, saved["bloom_segments"]))
         if words.nbytes < wanted:
             raise CorruptFileError(
                 f'{self.op}: "{self.folder}": bloom: got {words.nbytes} bytes of the Bloom filter of store {store}, '
@@ -107,6 +105,11 @@ class Source:
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
         """Returns number and entry of the store that a table was saved from."""
         return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
+
+    def store_with(self, spec: StoreSpec) -> dict[str, Any] | None:
+        """Returns the entry of the store that was saved with the same tables, if there is one."""
+        names = [table.name for table in spec.tables]
+        return next((store for store in self.manifest["stores"] if store["tables"] == names), None)
 
 
 def _choose_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
@@ -157,8 +160,8 @@ def check_forms(
                 f'{op}: table "{name}": optimizer: got state of no row {of_store} in "{source.folder}", wanted {own}; '
                 'pass optimizer_state="initial" to start from the initial state.'
             )
-        is_taken = {state: optimizer_state != "initial" and saved.get(state) == dim for state, dim in declared.items()}
-        taken[name] = tuple(state for state in declared if is_taken[state])
+        matching = tuple(state for state, dim in declared.items() if saved.get(state) == dim)
+        taken[name] = () if optimizer_state == "initial" else matching
         if form.dtype != wanted.dtype:
             LOG.warning('%s: table "%s": rows of %s become %s, rounded to nearest.', op, name, form.dtype, wanted.dtype)
     return taken

@@ -237,7 +237,7 @@ def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
     """A missing folder raises an error in the caller, and no thread waits forever."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
     with pytest.raises(FileNotFoundError):
-        save.save_now(saving, tmp_path / "absent")
+        save.begin_save(saving, tmp_path / "absent").result()
 
 
 # What is saved alongside rows -----------------------------------------------------------------------------------------

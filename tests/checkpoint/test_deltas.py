@@ -245,11 +245,11 @@ def read_all(folder):
     for name in names:
         for _ in itertools.chain(source.records(name), source.waiting_keys(name)):
             pass
-        store, entry = source.store_of(name)
+        _, entry = source.store_of(name)
         for item in entry["globals"]:
             manifest.array_from_json(item)
         if source.manifest["bloom"] and sum(size for _, size in entry["bloom_segments"]):
-            source.bloom(store, 0)
+            source.bloom(name, 0)
     inspection.inspect(folder)
 
 
