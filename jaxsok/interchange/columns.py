@@ -31,6 +31,7 @@ from jaxsok.store import State
 
 Format = Literal["parquet", "arrow"]
 
+_STATISTICS = ("last_step", "frequency")
 _ROW_DTYPE = b"jaxsok.row_dtype"
 _PARQUET, _ARROW = b"PAR1", b"ARROW1\0\0"
 _CHECKSUM = b"jaxsok.crc32"  # in the metadata of a record batch
@@ -219,7 +220,7 @@ def _schema(form: Form) -> Any:
     numbers = {"float16": pa.float16(), "float64": pa.float64()}.get(form.dtype.name, pa.float32())
     fields = [("key", pa.uint64()), ("row", pa.list_(numbers, max(1, form.dim)))]
     fields += [(f"state.{name}", pa.list_(pa.float32(), width)) for name, width in form.states]
-    fields += [(name, pa.uint32()) for name in ("last_step", "frequency") if getattr(form, f"has_{name}")]
+    fields += [(name, pa.uint32()) for name in form.statistics]
     return pa.schema(fields, metadata={_ROW_DTYPE: form.dtype.name.encode()})
 
 
@@ -267,7 +268,7 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
             if not is_lists or kind.value_type != pa.float32():
                 refuse(name, kind, "fixed_size_list<float>[width]")
             states.append((name.removeprefix("state."), kind.list_size))
-        elif name in ("last_step", "frequency"):
+        elif name in _STATISTICS:
             if kind != pa.uint32():
                 refuse(name, kind, "uint32")
         else:
@@ -277,7 +278,7 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
         if named != "bfloat16" or dtype != np.float32:
             refuse("row", f"{dtype.name} with the metadata {named}", "one dtype")
         dtype = files.ROW_DTYPES["bfloat16"]
-    return Form(dim, dtype, tuple(states), "last_step" in names, "frequency" in names)
+    return Form(dim, dtype, tuple(states), tuple(name for name in _STATISTICS if name in names))
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
@@ -292,8 +293,7 @@ def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
         from_words(to_words(numbers("key"), op)),
         numbers("row", form.dim).astype(form.dtype),
         {name: numbers(f"state.{name}", width).copy() for name, width in form.states},
-        numbers("last_step").copy() if form.has_last_step else None,
-        numbers("frequency").copy() if form.has_frequency else None,
+        **{name: numbers(name).copy() for name in form.statistics},
     )
 
 

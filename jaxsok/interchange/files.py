@@ -6,6 +6,7 @@ renames them when the last row is in.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import secrets
@@ -52,8 +53,7 @@ class Form:
     dim: int
     dtype: np.dtype
     states: tuple[tuple[str, int], ...]
-    has_last_step: bool
-    has_frequency: bool
+    statistics: tuple[str, ...]
 
     @property
     def row_bytes(self) -> int:
@@ -61,12 +61,11 @@ class Form:
         return 8 + self.dim * self.dtype.itemsize + sum(4 * width for _, width in self.states) + 8
 
     def __str__(self) -> str:
-        states = {name: width for name, width in self.states}
-        kept = [name for name in ("last_step", "frequency") if getattr(self, f"has_{name}")]
-        return f"rows of {self.dim} x {self.dtype.name}, state {states}, statistics {kept}"
+        statistics = list(self.statistics)
+        return f"rows of {self.dim} x {self.dtype.name}, state {dict(self.states)}, statistics {statistics}"
 
 
-EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)  # the form of an export without chunks
+EMPTY = Form(0, ROW_DTYPES["float32"], (), ())  # the form of an export without chunks
 
 
 def form_of(op: str, records: Any) -> Form:
@@ -89,14 +88,15 @@ def form_of(op: str, records: Any) -> Form:
                 f'{op}: records.state["{name}"]: got {array.dtype.name}{list(array.shape)}, wanted '
                 f"float32[{len(keys)}, width]."
             )
-    for name in ("last_step", "frequency"):
-        array = getattr(records, name)
-        if array is not None and (array.dtype != np.uint32 or array.shape != keys.shape):
+    given = {"last_step": records.last_step, "frequency": records.frequency}
+    statistics = {name: array for name, array in given.items() if array is not None}
+    for name, array in statistics.items():
+        if array.dtype != np.uint32 or array.shape != keys.shape:
             raise ValueError(
                 f"{op}: records.{name}: got {array.dtype.name}{list(array.shape)}, wanted uint32[{len(keys)}]."
             )
     states = tuple((name, array.shape[1]) for name, array in records.state.items())
-    return Form(rows.shape[1], rows.dtype, states, records.last_step is not None, records.frequency is not None)
+    return Form(rows.shape[1], rows.dtype, states, tuple(statistics))
 
 
 def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
@@ -256,7 +256,7 @@ class RawArray:
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def byte_of(self, row: int) -> int:
         return self.begin + row * self.row_bytes
@@ -264,7 +264,7 @@ class RawArray:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Reads rows, in the machine's byte order."""
         stop = min(stop, self.shape[0])
-        count = (stop - start) * int(np.prod(self.shape[1:], dtype=np.int64))
+        count = (stop - start) * math.prod(self.shape[1:])
         numbers = np.fromfile(self.path, self.dtype, count, offset=self.byte_of(start))
         if numbers.size != count:
             raise ValueError(

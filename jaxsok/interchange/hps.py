@@ -45,7 +45,7 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
     """
     op, (key, rows, meta), num_rows = "write_hps", _paths(path), 0
     form, chunks = files.check_records(op, records)
-    if hotness and not form.has_frequency:
+    if hotness and "frequency" not in form.statistics:
         raise ValueError(f"{op}: hotness: got True with records without frequency, wanted records with it.")
     paths = [key, rows, meta] if hotness else [key, rows]
     with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
