@@ -197,14 +197,6 @@ class _Import:
     def capacity(self) -> int:
         return self.store.capacity // self.spec.num_shards
 
-    def _expected_rows(self) -> int:
-        """Returns the rows of a shard when all announced records have come, within its maximum; 0: unknown."""
-        if self.num_expected is None:
-            return 0
-        rows = [self.num_expected if number == self.table.number else 0 for number in range(len(self.spec.tables))]
-        self.num_expected = None
-        return min(int(self.in_use.max()) + self.spec.rows_of_shard(rows), self.spec.max_capacity or MAX_CAPACITY)
-
     def enter(self, records: Any) -> None:
         """Enters a chunk, all of it or, if an error is raised, nothing."""
         arrays = check_chunk(self.spec, self.table.number, records)
@@ -251,7 +243,10 @@ class _Import:
                 f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
                 f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
             )
-        expected = self._expected_rows()
+        expected = 0  # rows of a shard when all announced records have come, within its maximum
+        if self.num_expected is not None:
+            rows = [self.num_expected if number == self.table.number else 0 for number in range(len(self.spec.tables))]
+            expected, self.num_expected = min(int(self.in_use.max()) + self.spec.rows_of_shard(rows), limit), None
         if max(needed, expected) > self.capacity:
             room = enlarge.agree_on_room([self.spec], self.shards)
             capacity = enlarge.next_capacity(self.spec, self.capacity, needed, *room)

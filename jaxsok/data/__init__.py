@@ -5,8 +5,7 @@ batch, on any number of processes; `iterate` reads ahead, and its state can be s
 """
 
 from jaxsok.data import criteo
-from jaxsok.data.batches import Batches, iterate
-from jaxsok.data.packing import PackBatch
+from jaxsok.data.batches import Batches, PackBatch, iterate
 from jaxsok.data.samples import ArraySource, ArrowSource, BlockSource, JoinedSource, Source
 
 __all__ = [

@@ -70,30 +70,27 @@ class TextSource(BlockSource):
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence[str | os.PathLike]):
-        self._places: list[tuple[_Block, int, int]] = []  # each without its text, whose first byte and size follow
-        counts: list[int] = []
         for path in _paths_of(paths):
             if _is_gzip(path):
                 raise ValueError(
                     f"TextSource: {path}: got a file compressed with gzip, wanted text; see criteo.convert."
                 )
-            start = 0
-            for block in _blocks(path):
-                self._places.append((block._replace(text=b""), start, len(block.text)))
-                counts.append(block.text.count(b"\n") + (not block.text.endswith(b"\n")))
-                start += len(block.text)
-        _require_labels_alike([block for block, _, _ in self._places])
+        self._places: list[tuple[_Block, int]] = []  # each without its text, whose size follows
+        counts: list[int] = []
+        for block in _blocks_of(_paths_of(paths)):
+            self._places.append((block._replace(text=b""), len(block.text)))
+            counts.append(block.text.count(b"\n") + (not block.text.endswith(b"\n")))
         super().__init__(counts)
 
     @property
     def has_label(self) -> bool:
         """True if rows have labels: those of Kaggle's test file have none, and there is no column `label`."""
-        return all(block.has_label for block, _, _ in self._places)
+        return all(block.has_label for block, _ in self._places)
 
     def load(self, block: int) -> Columns:
-        without_text, start, num_bytes = self._places[block]
+        without_text, num_bytes = self._places[block]
         with open(without_text.path, "rb") as file:
-            file.seek(start)
+            file.seek(without_text.first_byte)
             return _parse(without_text._replace(text=file.read(num_bytes)))
 
 
@@ -297,21 +294,26 @@ def _is_gzip(path: str) -> bool:
         return file.read(2) == _GZIP_MAGIC
 
 
-def _require_labels_alike(blocks: Sequence["_Block"]) -> None:
-    for block in blocks:
-        if block.has_label != blocks[0].has_label:
-            raise LogFormatError(f"criteo: {block.path}: some of the files have labels, some have none.")
-
-
 class _Block(NamedTuple):
     path: str
     first_row: int  # from 1, as editors count lines
+    first_byte: int
     text: bytes  # whole rows
     has_label: bool
 
 
-def _blocks(path: str) -> Iterator[_Block]:
-    first_row, rest, has_label = 1, b"", None
+def _blocks_of(paths: Sequence[str]) -> Iterator[_Block]:
+    has_label = None
+    for path in paths:
+        for block in _read_blocks(path):
+            has_label = block.has_label if has_label is None else has_label
+            if block.has_label != has_label:
+                raise LogFormatError(f"criteo: {path}: some of the files have labels, some have none.")
+            yield block
+
+
+def _read_blocks(path: str) -> Iterator[_Block]:
+    first_row, first_byte, rest, has_label = 1, 0, b"", None
     gzip, buffer_size = ("gzip", _BLOCK_BYTES) if _is_gzip(path) else (None, None)
     with pa.input_stream(path, compression=gzip, buffer_size=buffer_size) as stream:
         while True:
@@ -331,8 +333,8 @@ def _blocks(path: str) -> Iterator[_Block]:
                     has_label = num_columns == len(COLUMN_NAMES)
                     if not has_label and num_columns != len(COLUMN_NAMES) - 1:
                         raise LogFormatError(f"criteo: {path}, row 1: {_column_count_message(num_columns)}")
-                yield _Block(path, first_row, whole, has_label)
-                first_row += whole.count(b"\n")
+                yield _Block(path, first_row, first_byte, whole, has_label)
+                first_row, first_byte = first_row + whole.count(b"\n"), first_byte + len(whole)
             if not text:
                 return
 
@@ -349,14 +351,10 @@ def _parse_blocks(paths: Sequence[str], num_threads: int) -> Iterator[Columns]:
     pending: collections.deque[Future[Columns]] = collections.deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="criteo-parse") as pool:
         try:
-            first = None
-            for path in paths:
-                for block in _blocks(path):
-                    first = block if first is None else first
-                    _require_labels_alike([first, block])
-                    pending.append(pool.submit(_parse, block))
-                    if len(pending) > num_threads:
-                        yield pending.popleft().result()
+            for block in _blocks_of(paths):
+                pending.append(pool.submit(_parse, block))
+                if len(pending) > num_threads:
+                    yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
