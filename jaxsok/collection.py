@@ -662,7 +662,8 @@ class Collection:
           TypeError, ValueError: before anything is read; `since` of a table without statistics.
 
         Cost:
-          Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
+          Reads 16 bytes a row of capacity (24 with statistics) on the device; a bit for each, and the rows exported,
+          cross to the host.
 
         Example:
           >>> [chunk.keys.tolist() for chunk in collection.export_chunks(state, "item", chunk_rows=1)]

@@ -1,33 +1,33 @@
 """Streams a table out of its store as records: key, row, optimizer state, statistics; NumPy arrays on the host.
 
-The records of the shards are read block by block. They say which rows are the table's, and only those are gathered on
-their device and cross to the host, some ahead of the reader. So the host holds a few chunks, whatever the table, and a
-table in a store of many costs its own rows.
+The device says which rows are the table's, a bit for each; only those are gathered there and cross to the host, some
+ahead of the reader. So the host holds a few chunks, whatever the table, and a table in a store of many costs its own
+rows.
 """
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, UInt8, UInt32
 
-from jaxsok import records as records_lib
-from jaxsok.keys import from_words
-from jaxsok.records import Records
-from jaxsok.rows import RowSlab, cut_lines, slabs_of
-from jaxsok.shards import parts_of, read_on_host
+from jaxsok.checks import not_none
+from jaxsok.keys import PADDING_WORD, from_words
+from jaxsok.records import Records, join_records
+from jaxsok.rows import RowLines, RowSlab, read_lines, slabs_of
+from jaxsok.shards import parts_of, read_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import PADDING_KEY
 
 CHUNK_BYTES = 64 << 20  # rows and state of a chunk: large enough for the full speed of a link to the host
-BLOCK_ROWS = 1 << 20  # records that are looked through at once: 16 MiB, 24 with statistics
-AHEAD = 2  # chunks, and blocks, that are on their way while another one is in the reader's hands
+UNPACKED_ROWS = 1 << 23  # whose bits are looked through at a time; whole bytes
+AHEAD = 2  # chunks that are on their way while another one is in the reader's hands
 _LEAST_ROWS = 1024  # per gather: the last chunk of a slab is padded to a power of two, so that programs are few
 
 Item = TypeVar("Item")
@@ -66,23 +66,26 @@ def export_chunks(
     """
     num_rows = chunk_rows or default_chunk_rows(spec, with_state=with_state)
     names = [state.name for state in spec.state_specs] if with_state else []
+    if since is not None:
+        if since >= 2**32:
+            return  # no last step is as late
+        since = max(since, 0)
 
     def send() -> Iterator[tuple]:
         # One shard of a replicated store has all rows.
         for shard, part in itertools.islice(parts_of(store, spec.num_shards), 1 if spec.is_replicated else None):
             for slab in slabs_of(spec, part, read_on_host(seed)):
-                lines = _lines_of(slab.records, slab.statistics, number, since)
-                for piece in records_lib.regroup(lines, num_rows, _join):
-                    yield shard, slab.start, piece, _gather(slab, piece.places, num_rows, with_state), names
+                for places in find_rows(slab, num_rows, number=number, since=since):
+                    yield shard, slab.start, places, _gather(slab, places, num_rows, with_state)
 
     # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
-    yield from itertools.starmap(_receive, prefetch(send()))
+    yield from itertools.starmap(functools.partial(_receive, names), prefetch(send()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -> dict[str, Any]:
     """Collects the rows of one table of a store by shard and row id: keys, rows, row ids, state, statistics, shards."""
     chunks = [Chunk(0, np.zeros(0, np.uint32), no_records(spec)), *export_chunks(spec, store, seed, number)]
-    records = records_lib.join_records([chunk.records for chunk in chunks])
+    records = join_records([chunk.records for chunk in chunks])
     row_ids = np.concatenate([chunk.row_ids for chunk in chunks])
     table: dict[str, Any] = {"keys": records.keys, "rows": records.rows, "row_ids": row_ids, "state": records.state}
     if spec.keeps_statistics:
@@ -111,78 +114,56 @@ def prefetch(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
 # Choosing rows -------------------------------------------------------------------------------------------------------
 
 
-class _Lines(NamedTuple):
-    """The rows of a slab that are exported."""
+def find_rows(slab: RowSlab, most: int, *, number: int | None = None, since: int | None = None) -> Iterator[np.ndarray]:
+    """Finds rows of a slab, of one table or used since then if so asked: places, int32, ascending, `most` at a time.
 
-    places: np.ndarray
-    """Within the slab, ascending."""
-    keys: np.ndarray
-    statistics: np.ndarray | None
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.places)
-
-    def take(self, lines: slice) -> "_Lines":
-        return jax.tree.map(lambda array: array[lines], self)
-
-
-def _lines_of(records: Array, statistics: Array | None, number: int, since: int | None) -> Iterator[_Lines]:
-    arrays = (records,) if statistics is None else (records, statistics)
-    for start, (words, *kept) in blocks_of(arrays):
-        keys = from_words(words[:, :2])
-        is_mine = (keys != np.uint64(PADDING_KEY)) & (words[:, 2] == number)
-        if since is not None:
-            is_mine &= kept[0][:, 0] >= since
-        mine = np.flatnonzero(is_mine)
-        yield _Lines(mine + start, keys[mine], kept[0][mine] if kept else None)
-
-
-def blocks_of(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yields all rows of arrays, a block at a time, as NumPy, with the number of the first row."""
-
-    def send() -> Iterator[tuple[int, slice, tuple[Array, ...]]]:
-        for first, size, lines in cuts_of(arrays[0].shape[0], BLOCK_ROWS):
-            parts = cut_lines(arrays, np.int32(first), size)
-            for part in parts:
-                part.copy_to_host_async()
-            yield first + lines.start, lines, parts
-
-    def receive(start: int, lines: slice, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
-        return start, [np.asarray(part)[lines] for part in parts]
-
-    yield from itertools.starmap(receive, prefetch(send()))
-
-
-def cuts_of(num_lines: int, most: int, end: int | None = None) -> Iterator[tuple[int, int, slice]]:
-    """Yields first line and size of blocks that hold all lines before `end`, and where the new lines of each are.
-
-    All blocks have one size, so that one program cuts them: the last one begins earlier.
+    Only a bit of each row goes to the host.
     """
-    size, end = min(most, num_lines), num_lines if end is None else min(num_lines, end)
-    for start in range(0, end, size):
-        first = min(start, num_lines - size)
-        yield first, size, slice(start - first, min(start + size, end) - first)
+    words = (None if word is None else np.uint32(word) for word in (number, since))
+    bits = np.asarray(_mark_rows(slab.records, slab.statistics, *words))
+    waiting = np.zeros(0, np.int32)
+    for start in range(0, slab.size, UNPACKED_ROWS):
+        end = min(start + UNPACKED_ROWS, slab.size)
+        found = np.flatnonzero(unpack_bits(bits[start // 8 :], end - start)).astype(np.int32) + np.int32(start)
+        waiting = np.concatenate([waiting, found])
+        while waiting.size >= (1 if end == slab.size else most):
+            yield waiting[:most]
+            waiting = waiting[most:]
 
 
-def _join(pieces: list[_Lines]) -> _Lines:
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *pieces)
+@without_mesh
+@jax.jit
+def _mark_rows(
+    records: UInt32[Array, "size 4"], statistics: UInt32[Array, "size 2"] | None, number: Any, since: Any
+) -> UInt8[Array, " _"]:
+    is_marked = (records[:, :2] != PADDING_WORD).any(axis=1)
+    if number is not None:
+        is_marked &= records[:, 2] == number
+    if since is not None:
+        is_marked &= not_none(statistics)[:, 0] >= since
+    return jnp.packbits(is_marked)
+
+
+def unpack_bits(bits: UInt8[Array, " _"], size: int) -> Bool[np.ndarray, " size"]:
+    """Reads what `jnp.packbits` has packed."""
+    return np.unpackbits(np.asarray(bits), count=size).view(np.bool_)
 
 
 # Contents of chunks --------------------------------------------------------------------------------------------------
 
 
-def _receive(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
+def _receive(names: list[str], shard: int, start: int, places: np.ndarray, lines: RowLines) -> Chunk:
     """Makes the chunk of some rows of a slab that begins with row id `start`; waits for its arrays."""
-    rows, *states = (np.asarray(array)[: len(lines.places)] for array in arrays)
-    statistics = (None, None) if lines.statistics is None else lines.statistics.T
-    records = Records(lines.keys, rows, dict(zip(names, states, strict=True)), *statistics)
-    return Chunk(shard, (lines.places + start).astype(np.uint32), records)
+    records, rows, states, statistics = jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
+    last_step, frequency = (None, None) if statistics is None else statistics.T
+    of_chunk = Records(from_words(records[:, :2]), rows, dict(zip(names, states, strict=True)), last_step, frequency)
+    return Chunk(shard, (places + start).astype(np.uint32), of_chunk)
 
 
-def _gather(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool) -> tuple[Array, ...]:
-    padded = min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length()))
-    rows, states = slab.read_numbers(np.resize(places, padded), with_state=with_state)
-    for array in (rows, *states):
+def _gather(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool) -> RowLines:
+    padded = np.resize(places, min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length())))
+    records, statistics = read_lines((slab.records, slab.statistics), padded)
+    lines = RowLines(records, *slab.read_numbers(padded, with_state=with_state), statistics)
+    for array in jax.tree.leaves(lines):
         array.copy_to_host_async()
-    return rows, *states
+    return lines

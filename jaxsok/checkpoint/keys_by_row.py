@@ -14,15 +14,16 @@ from jax import lax
 from jaxtyping import Array, Int32, UInt8, UInt32
 
 from jaxsok.checkpoint.chain import find_keys
-from jaxsok.checkpoint.snapshot import shard_parts, unpack_bits
+from jaxsok.checkpoint.snapshot import cuts_of, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import PADDING_WORD, from_words, to_words
-from jaxsok.rows import read_lines
+from jaxsok.rows import cut_lines, read_lines
 from jaxsok.shards import without_mesh
 from jaxsok.store import State
-from jaxsok.table_export import blocks_of, cuts_of, prefetch
+from jaxsok.table_export import prefetch, unpack_bits
 from jaxsok.types import PADDING_KEY
 
+READ_ROWS = 1 << 20  # at a time: 16 MiB of records
 COMPARED_ROWS = 1 << 22  # at a time: 36 MiB of keys and tables go to the device
 
 
@@ -59,7 +60,7 @@ class KeysByRow:
         rows = {}
         for (s, shard), slabs in _slabs_of(collection, state).items():
             small = np.min_scalar_type(len(collection.stores[s].tables))
-            blocks = (words for slab in slabs for _, (words,) in blocks_of((slab,)))
+            blocks = (words for slab in slabs for words in _read_blocks(slab))
             columns = [(from_words(words[:, :2]), words[:, 2].astype(small)) for words in blocks]
             rows[s, shard] = Rows(*map(np.concatenate, zip(*columns, strict=True)))
         return cls(_names_of(collection), rows)
@@ -106,6 +107,19 @@ def _slabs_of(collection: Collection, state: State) -> dict[tuple[int, int], tup
         for s, (spec, store) in enumerate(zip(collection.stores, state.stores, strict=True))
         for shard, slabs in shard_parts(store.records, spec, collection.shards).items()
     }
+
+
+def _read_blocks(records: Array) -> Iterator[np.ndarray]:
+    """Reads the records of a slab, a block at a time."""
+
+    def send() -> Iterator[tuple[Array, slice]]:
+        for first, size, lines in cuts_of(records.shape[0], READ_ROWS):
+            block = cut_lines(records, np.int32(first), size)
+            block.copy_to_host_async()
+            yield block, lines
+
+    for block, lines in prefetch(send()):
+        yield np.asarray(block)[lines]
 
 
 def _compare(slabs: tuple[Array, ...], rows: Rows) -> MovedRows:

@@ -11,21 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, UInt8, UInt32
+from jaxtyping import Array
 
-from jaxsok.checks import not_none
-from jaxsok.keys import PADDING_WORD
-from jaxsok.rows import RowSlab, cut_lines, slabs_of
+from jaxsok.rows import cut_lines, slabs_of
 from jaxsok.shards import HOST_KIND, Shards, parts_of, read_on_host, view_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.table_export import cuts_of, prefetch
+from jaxsok.table_export import find_rows, prefetch
 from jaxsok.types import COUNTERS
 
 UNDER_WAY = 2  # pieces between device and host
-UNPACKED_ROWS = 1 << 23  # whose bits are looked through at a time; whole bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,39 +102,25 @@ def _cut_rows(
     # Rows lie below the row ids that were ever given out.
     end = int(np.asarray(part.counters)[COUNTERS.index("num_allocated")])
     for slab in slabs_of(spec, part, read_on_host(seed)):
-        if since is not None:
-            yield from _read_since(slab, most, since)
+        if since is None:
+            for first, size, lines in cuts_of(slab.size, most, end - slab.start):
+                yield slab.cut(first, size), lines
             continue
-        for first, size, lines in cuts_of(slab.size, most, end - slab.start):
-            yield slab.cut(first, size), lines
-
-
-def _read_since(slab: RowSlab, most: int, since: int) -> Iterator[tuple[Any, slice]]:
-    """Reads the rows with this last step or a later one; only a bit of each other row goes to the host."""
-    bits = np.asarray(_is_changed(slab.records, not_none(slab.statistics), np.uint32(since)))
-    waiting = np.zeros(0, np.int32)
-    for start in range(0, slab.size, UNPACKED_ROWS):
-        end = min(start + UNPACKED_ROWS, slab.size)
-        found = np.flatnonzero(unpack_bits(bits[start // 8 :], end - start)).astype(np.int32) + np.int32(start)
-        waiting = np.concatenate([waiting, found])
-        while waiting.size >= (1 if end == slab.size else most):
-            picked, waiting = waiting[:most], waiting[most:]
+        for places in find_rows(slab, most, since=since):
             # Few sizes, few programs.
-            size = min(most, 1 << (picked.size - 1).bit_length())
-            yield _to_host(slab.read(np.resize(picked, size))), slice(0, picked.size)
+            padded = np.resize(places, min(most, 1 << (places.size - 1).bit_length()))
+            yield _to_host(slab.read(padded)), slice(0, places.size)
 
 
-@without_mesh
-@jax.jit
-def _is_changed(
-    records: UInt32[Array, "size 4"], statistics: UInt32[Array, "size 2"], since: UInt32[Array, ""]
-) -> UInt8[Array, " _"]:
-    return jnp.packbits((records[:, :2] != PADDING_WORD).any(axis=1) & (statistics[:, 0] >= since))
+def cuts_of(num_lines: int, most: int, end: int | None = None) -> Iterator[tuple[int, int, slice]]:
+    """Yields first line and size of blocks that hold all lines before `end`, and where the new lines of each are.
 
-
-def unpack_bits(bits: UInt8[Array, " _"], size: int) -> Bool[np.ndarray, " size"]:
-    """Reads what `jnp.packbits` has packed."""
-    return np.unpackbits(np.asarray(bits), count=size).view(np.bool_)
+    All blocks have one size, so that one program cuts them: the last one begins earlier.
+    """
+    size, end = min(most, num_lines), num_lines if end is None else min(num_lines, end)
+    for start in range(0, end, size):
+        first = min(start, num_lines - size)
+        yield first, size, slice(start - first, min(start + size, end) - first)
 
 
 def _to_host(arrays: Any) -> Any:

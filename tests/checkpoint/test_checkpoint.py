@@ -171,6 +171,16 @@ def test_a_piece_that_is_larger_than_the_queue_is_written_before_the_next_one_co
     assert_same(content(collection, restore(tmp_path / "saved", collection)), content(collection, state))
 
 
+def test_pieces_that_overlap_have_each_row_once(tmp_path):
+    """The last piece of a full slab begins earlier, and the rows that it shares with the one before are left out."""
+    collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64)])
+    batch = collection.batch({"item": np.arange(64, dtype=np.uint64)})
+    state = collection.lookup(collection.init(seed=0), batch.features)[1]
+    report = save_to(tmp_path / "saved", collection, state, piece_bytes=7 * 4 * (4 + 4))
+    assert report.num_rows == {"item": 64}
+    assert_same(content(collection, restore(tmp_path / "saved", collection)), content(collection, state))
+
+
 @pytest.mark.parametrize("num_tables", [16, 17])
 def test_many_tables_of_one_store_are_sorted_by_table_and_partition(tmp_path, num_tables):
     """Up to 16 tables' partitions are numbers of 16 bits."""

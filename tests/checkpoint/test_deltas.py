@@ -26,7 +26,7 @@ from checkpoint_cases import assert_same, collection_of, content, tables_of, tra
 from hypothesis import stateful
 
 import jaxsok
-from jaxsok import checkpoint, inspection, lives, optim, policies
+from jaxsok import checkpoint, inspection, lives, optim, policies, table_export
 from jaxsok.checkpoint import chain as chains, keys_by_row, manifest, restore, save, snapshot
 from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import npz
@@ -882,7 +882,7 @@ def test_a_restored_state_with_fewer_rows_than_were_kept(tmp_path, keeps_keys):
 def test_changed_rows_that_come_through_pinned_memory(tmp_path, monkeypatch, dtype, num_devices):
     """As on a GPU: rows of every dtype keep their bits, in pieces of any size, and so does their state."""
     monkeypatch.setattr(snapshot, "_to_host", snapshot._copy_to_host)
-    monkeypatch.setattr(snapshot, "UNPACKED_ROWS", 16)
+    monkeypatch.setattr(table_export, "UNPACKED_ROWS", 16)
     table = jaxsok.TableSpec("user", 2, cases.ADAM, statistics=True, capacity=128, dtype=dtype)
     collection = collection_of([table], num_devices)
     rng, state = np.random.default_rng(3), collection.init(seed=1)

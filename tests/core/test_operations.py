@@ -228,7 +228,7 @@ def test_one_table_of_a_shared_store(way, num_shards, script, seed):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Makes blocks and gathers of few rows, so that small tables cross their ends."""
-    monkeypatch.setattr(table_export, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(table_export, "UNPACKED_ROWS", 8)
     monkeypatch.setattr(table_export, "_LEAST_ROWS", 1)
 
 
@@ -262,7 +262,7 @@ def test_export_holds_no_chunk_that_was_read(monkeypatch):
 
     def note_arrays(*args):
         arrays = gather(*args)
-        sent.append([weakref.ref(array) for array in arrays])
+        sent.append([weakref.ref(array) for array in jax.tree.leaves(arrays)])
         return arrays
 
     monkeypatch.setattr(table_export, "_gather", note_arrays)
@@ -278,7 +278,7 @@ def test_export_since(num_shards, small_pieces):
     rng = np.random.default_rng(1)
     collection = collection_of("one" if num_shards == 1 else "sharded", num_shards)
     state, records = fill(collection, rng)
-    for since in (0, 2**31, int(records.last_step.max()), 2**32 - 1):
+    for since in (-1, 0, 2**31, int(records.last_step.max()), 2**32 - 1, 2**32):
         chunks = list(collection.export_chunks(state, "a", since=since, with_state=False))
         keys = [key for chunk in chunks for key in chunk.keys.tolist()]
         assert sorted(keys) == sorted(records.keys[records.last_step >= since].tolist())
