@@ -37,21 +37,19 @@ def read_json(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         data = file.read(min(size, MOST_BYTES))
-    byte, got = 0, ""
     try:
         value = json.loads(data.decode()) if size <= MOST_BYTES else None
+        if isinstance(value, dict):
+            return value
+        byte, got = 0, f"a {type(value).__name__} in place of an object"
         if size > MOST_BYTES:
             byte, got = MOST_BYTES, f"{size} bytes, more than any manifest has"
-        elif not isinstance(value, dict):
-            got = f"a {type(value).__name__} in place of an object"
-        else:
-            return value
     except UnicodeDecodeError as wrong:
         byte, got = wrong.start, "no text"
     except json.JSONDecodeError as wrong:
         byte, got = wrong.pos, wrong.msg
     except (ValueError, RecursionError) as wrong:  # thousands of digits, or deeply nested brackets
-        got = str(wrong)
+        byte, got = 0, str(wrong)
     raise damage_error(op, path, f"byte {byte}: got {got}, wanted the JSON that was written", error)
 
 

@@ -91,12 +91,9 @@ def find_gone_keys(op: str, collection: Collection, state: State, chain: Sequenc
     for source in chain:
         with processes.fail_together(op):
             tombstones = list(key_batches(source.files(table, manifest_lib.TOMBSTONES)))
-        if tombstones:
-            gone = np.setdiff1d(gone, np.concatenate(tombstones))
-        absent = [
-            keys[~found] for keys, found in find_keys(op, collection, state, table, key_batches(source.files(table)))
-        ]
-        gone = np.union1d(gone, np.concatenate(absent)) if absent else gone
+        gone = np.setdiff1d(gone, np.concatenate([gone[:0], *tombstones]))
+        pairs = find_keys(op, collection, state, table, key_batches(source.files(table)))
+        gone = np.unique(np.concatenate([gone, *(keys[~found] for keys, found in pairs)]))
     return gone
 
 

@@ -198,8 +198,7 @@ class BatchFile:
 
     def __init__(self, folder: Any, name: str, schema: Any, compression: str = "none"):
         pa = arrow()
-        self.name, self.num_rows = name, 0
-        self.batches: list[list[int]] = []
+        self.name, self.batches = name, []
         self._file = _SegmentedFile((folder / name).open("wb"), MAGIC_BYTES + schema.serialize().size)
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
         self._writer = pa.ipc.new_file(pa.PythonFile(self._file, mode="w"), schema, options=options)
@@ -208,7 +207,6 @@ class BatchFile:
         """Adds a batch; `partitions` are the first and the last that its keys may belong to."""
         self._writer.write_batch(batch)
         self.batches.append([*self._file.end_segment(), batch.num_rows, *partitions])
-        self.num_rows += batch.num_rows
 
     def close(self) -> dict[str, Any]:
         """Ends the file and has it on the disk; returns the manifest's entry."""
@@ -218,7 +216,7 @@ class BatchFile:
         return {
             "name": self.name,
             "size": self._file.size,
-            "num_rows": self.num_rows,
+            "num_rows": sum(batch[3] for batch in self.batches),
             "head": self._file.head,
             "batches": self.batches,
             "foot": foot,

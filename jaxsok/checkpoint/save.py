@@ -103,7 +103,6 @@ class Saving:
         check_untraced(op, state)
         self.op, self.collection, self.state, self.options = op, collection, state, options
         self.tombstones, rests_on = tombstones or {}, rests_on or {}
-        self.since: int | None = rests_on.get("since")
         self.report = SaveReport()
         self._began = time.perf_counter()
         self._queue: collections.deque[Piece | None] = collections.deque()
@@ -111,7 +110,7 @@ class Saving:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._writes = threading.Event()
-        self.latest = 0
+        self.latest = 0  # last step of a row that was written
         self.has_stopped = False
         self.part = {
             "format": manifest_lib.FORMAT,
@@ -130,7 +129,7 @@ class Saving:
 
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
         """Copies the state to the host, as fast as the queue takes it; `is_alive` raises if no writer will begin."""
-        how = {"piece_bytes": self.options.bytes_of_piece, "since": self.since}
+        how = {"piece_bytes": self.options.bytes_of_piece, "since": self.part.get("since")}
         try:
             for s, (spec, store) in enumerate(zip(self.collection.stores, self.state.stores, strict=True)):
                 for piece in pieces(s, spec, store, self.state.seed, self.collection.shards, **how):
@@ -193,7 +192,6 @@ class Saving:
             self.has_stopped = self._error is None
             self._fail(error)
             raise
-        self.latest = tables.latest
         entries, report = tables.entries(), self.report
         report.num_rows = {name: entry["num_rows"] for name, entry in entries.items()}
         report.num_nonfinite = {name: entry["num_nonfinite"] for name, entry in entries.items()}
@@ -289,7 +287,6 @@ class _Tables:
         self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.nonfinite = dict.fromkeys(self.numbers, 0)
         self.by_partition = {name: np.zeros(NUM_PARTITIONS, np.int64) for name in self.numbers}
-        self.latest = 0
 
     def prepare(self, piece: Piece) -> list[_Batch] | Piece:
         """Makes the record batches of rows, while another thread writes those of the piece before."""
@@ -307,12 +304,9 @@ class _Tables:
     def _batches_of(self, piece: Piece) -> Iterator[_Batch]:
         forms, arrays = self.forms[piece.store], piece.arrays
         keys, tables = from_words(arrays.records[:, :2]), arrays.records[:, 2]
-        is_live = keys != np.uint64(PADDING_KEY)
-        if self.saving.since is not None:
-            is_live &= arrays.statistics[:, 0] >= np.uint32(self.saving.since)
-        lines = np.flatnonzero(is_live)
+        lines = np.flatnonzero(keys != np.uint64(PADDING_KEY))
         if arrays.statistics is not None and lines.size:
-            self.latest = max(self.latest, int(arrays.statistics[lines, 0].max()))
+            self.saving.latest = max(self.saving.latest, int(arrays.statistics[lines, 0].max()))
         numbers = tables[lines]
         partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
         ranks = numbers.astype(np.int64) * NUM_PARTITIONS + partitions.astype(np.int64)

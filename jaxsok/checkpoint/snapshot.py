@@ -86,10 +86,8 @@ def pieces(
 
 
 def _take(whole: np.ndarray, lines: slice) -> np.ndarray:
-    """Returns some lines; a small part in memory of its own, since it would keep the whole.
-
-    The bytes of a part are what the queue counts: of others it counts up to a sixth too little.
-    """
+    # A small part in memory of its own: it would keep the whole, and its bytes are what the queue counts. Of others the
+    # queue counts up to a sixth too little.
     return whole[lines].copy() if 7 * (lines.stop - lines.start) < 6 * len(whole) else whole[lines]
 
 

@@ -104,9 +104,7 @@ class Batches(grain.MapDataset):
             raise ValueError(f"Batches: drop_remainder: got False with {streams} streams, wanted one stream.")
         self._of_stream = batch_size // streams  # samples of a batch from one stream
         self._stream_samples = max(0, last - self._first) // streams
-        self._length = self._stream_samples // self._of_stream
-        if not drop_remainder:
-            self._length = -(-self._stream_samples // self._of_stream)
+        self._length = (self._stream_samples + (0 if drop_remainder else self._of_stream - 1)) // self._of_stream
         if not self._length:
             got = f"{batch_size} for {max(0, last - self._first)} samples"
             raise ValueError(f"Batches: batch_size: got {got}, wanted at most as many.")
