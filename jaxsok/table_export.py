@@ -7,9 +7,8 @@ rows.
 
 import collections
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,16 +20,16 @@ from jaxsok.checks import not_none
 from jaxsok.keys import PADDING_WORD, from_words
 from jaxsok.records import Records, join_records
 from jaxsok.rows import RowLines, RowSlab, read_lines, slabs_of
-from jaxsok.shards import parts_of, read_on_host, without_mesh
+from jaxsok.shards import HOST_KIND, parts_of, read_on_host, view_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 
 CHUNK_BYTES = 64 << 20  # rows and state of a chunk: large enough for the full speed of a link to the host
 UNPACKED_ROWS = 1 << 23  # whose bits are looked through at a time; whole bytes
-AHEAD = 2  # chunks that are on their way while another one is in the reader's hands
+AHEAD = 2  # parts that are on their way to the host while another one is in the reader's hands
 _LEAST_ROWS = 1024  # per gather: the last chunk of a slab is padded to a power of two, so that programs are few
 
-Item = TypeVar("Item")
+Tag = TypeVar("Tag")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +70,15 @@ def export_chunks(
             return  # no last step is as late
         since = max(since, 0)
 
-    def send() -> Iterator[tuple]:
+    def gather() -> Iterator[tuple[tuple[int, np.ndarray], RowLines, slice]]:
         # One shard of a replicated store has all rows.
         for shard, part in itertools.islice(parts_of(store, spec.num_shards), 1 if spec.is_replicated else None):
             for slab in slabs_of(spec, part, read_on_host(seed)):
                 for places in find_rows(slab, num_rows, number=number, since=since):
-                    yield shard, slab.start, places, _gather(slab, places, num_rows, with_state)
+                    place = shard, (places + slab.start).astype(np.uint32)
+                    yield place, _gather(slab, places, num_rows, with_state), slice(0, len(places))
 
-    # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
-    yield from itertools.starmap(functools.partial(_receive, names), prefetch(send()))
+    yield from itertools.starmap(lambda place, lines: Chunk(*place, to_records(lines, names)), fetch(gather()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -> dict[str, Any]:
@@ -95,6 +94,13 @@ def export_table(spec: StoreSpec, store: StoreState, seed: Array, number: int) -
     return table
 
 
+def to_records(lines: RowLines, names: Sequence[str]) -> Records:
+    """Makes records of rows on the host; `names` are those of the optimizer state that comes along."""
+    last_step, frequency = (None, None) if lines.statistics is None else lines.statistics.T
+    states = dict(zip(names, lines.states, strict=True))
+    return Records(from_words(lines.records[:, :2]), lines.rows, states, last_step, frequency)
+
+
 def no_records(spec: StoreSpec) -> Records:
     """Returns no rows, in the dtypes and widths of a store."""
     none = np.zeros(0, np.uint32) if spec.keeps_statistics else None
@@ -102,16 +108,29 @@ def no_records(spec: StoreSpec) -> Records:
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-def prefetch(items: Iterable[Item], num_ahead: int = AHEAD) -> Iterator[Item]:
-    """Passes items on once the next `num_ahead` of them are on their way to the host, too."""
-    rest = iter(items)
-    under_way = collections.deque(itertools.islice(rest, num_ahead + 1))
+def fetch(parts: Iterator[tuple[Tag, Any, slice]]) -> Iterator[tuple[Tag, Any]]:
+    """Copies the given lines of trees of arrays to the host; begins with the next `AHEAD` while the reader has one."""
+
+    def start(tag: Tag, arrays: Any, lines: slice) -> tuple[Tag, Any, slice]:
+        for array in jax.tree.leaves(arrays):
+            if array.sharding.memory_kind != HOST_KIND:
+                array.copy_to_host_async()
+        return tag, arrays, lines
+
+    def receive(tag: Tag, arrays: Any, lines: slice) -> tuple[Tag, Any]:
+        return tag, jax.tree.map(lambda array: _take(view_on_host(array), lines), arrays)
+
+    started = itertools.starmap(start, parts)
+    under_way = collections.deque(itertools.islice(started, AHEAD + 1))
     while under_way:
-        yield under_way.popleft()
-        under_way.extend(itertools.islice(rest, 1))
+        yield receive(*under_way.popleft())  # nothing holds the arrays of the device any more
+        under_way.extend(itertools.islice(started, 1))
 
 
-# Choosing rows -------------------------------------------------------------------------------------------------------
+def _take(whole: np.ndarray, lines: slice) -> np.ndarray:
+    # A small part in memory of its own: it would keep the whole, and its bytes are what a save counts. Of others it
+    # counts up to a sixth too little.
+    return whole[lines].copy() if 7 * (lines.stop - lines.start) < 6 * len(whole) else whole[lines]
 
 
 def find_rows(slab: RowSlab, most: int, *, number: int | None = None, since: int | None = None) -> Iterator[np.ndarray]:
@@ -149,21 +168,7 @@ def unpack_bits(bits: UInt8[Array, " _"], size: int) -> Bool[np.ndarray, " size"
     return np.unpackbits(np.asarray(bits), count=size).view(np.bool_)
 
 
-# Contents of chunks --------------------------------------------------------------------------------------------------
-
-
-def _receive(names: list[str], shard: int, start: int, places: np.ndarray, lines: RowLines) -> Chunk:
-    """Makes the chunk of some rows of a slab that begins with row id `start`; waits for its arrays."""
-    records, rows, states, statistics = jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
-    last_step, frequency = (None, None) if statistics is None else statistics.T
-    of_chunk = Records(from_words(records[:, :2]), rows, dict(zip(names, states, strict=True)), last_step, frequency)
-    return Chunk(shard, (places + start).astype(np.uint32), of_chunk)
-
-
 def _gather(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool) -> RowLines:
     padded = np.resize(places, min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length())))
     records, statistics = read_lines((slab.records, slab.statistics), padded)
-    lines = RowLines(records, *slab.read_numbers(padded, with_state=with_state), statistics)
-    for array in jax.tree.leaves(lines):
-        array.copy_to_host_async()
-    return lines
+    return RowLines(records, *slab.read_numbers(padded, with_state=with_state), statistics)

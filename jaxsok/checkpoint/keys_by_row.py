@@ -20,7 +20,7 @@ from jaxsok.keys import PADDING_WORD, from_words, to_words
 from jaxsok.rows import cut_lines, read_lines
 from jaxsok.shards import without_mesh
 from jaxsok.store import State
-from jaxsok.table_export import prefetch, unpack_bits
+from jaxsok.table_export import fetch, unpack_bits
 from jaxsok.types import PADDING_KEY
 
 READ_ROWS = 1 << 20  # at a time: 16 MiB of records
@@ -60,8 +60,12 @@ class KeysByRow:
         rows = {}
         for (s, shard), slabs in _slabs_of(collection, state).items():
             small = np.min_scalar_type(len(collection.stores[s].tables))
-            blocks = (words for slab in slabs for words in _read_blocks(slab))
-            columns = [(from_words(words[:, :2]), words[:, 2].astype(small)) for words in blocks]
+            blocks = (
+                (None, cut_lines(slab, np.int32(first), size), lines)
+                for slab in slabs
+                for first, size, lines in cuts_of(slab.shape[0], READ_ROWS)
+            )
+            columns = [(from_words(words[:, :2]), words[:, 2].astype(small)) for _, words in fetch(blocks)]
             rows[s, shard] = Rows(*map(np.concatenate, zip(*columns, strict=True)))
         return cls(_names_of(collection), rows)
 
@@ -109,19 +113,6 @@ def _slabs_of(collection: Collection, state: State) -> dict[tuple[int, int], tup
     }
 
 
-def _read_blocks(records: Array) -> Iterator[np.ndarray]:
-    """Reads the records of a slab, a block at a time."""
-
-    def send() -> Iterator[tuple[Array, slice]]:
-        for first, size, lines in cuts_of(records.shape[0], READ_ROWS):
-            block = cut_lines(records, np.int32(first), size)
-            block.copy_to_host_async()
-            yield block, lines
-
-    for block, lines in prefetch(send()):
-        yield np.asarray(block)[lines]
-
-
 def _compare(slabs: tuple[Array, ...], rows: Rows) -> MovedRows:
     start, found = 0, []
     for records in slabs:
@@ -160,15 +151,14 @@ def _find_moved(records: Array, rows: Rows) -> Iterator[np.ndarray]:
     """
     (device,) = records.devices()
 
-    def send() -> Iterator[tuple[int, int, slice, Array]]:
+    def compare() -> Iterator[tuple[tuple[int, int, slice], Array, slice]]:
         for first, size, lines in cuts_of(records.shape[0], COMPARED_ROWS):
             old = Rows(*(column[first : first + size] for column in rows))
             old = old if old.keys.size == size else _lengthen(old, size)
             bits = _is_moved(records, np.int32(first), *jax.device_put((to_words(old.keys), old.tables), device))
-            bits.copy_to_host_async()
-            yield first, size, lines, bits
+            yield (first, size, lines), bits, slice(0, len(bits))
 
-    for first, size, lines, bits in prefetch(send()):
+    for (first, size, lines), bits in fetch(compare()):
         yield np.flatnonzero(unpack_bits(bits, size)[lines]).astype(np.int32) + np.int32(first + lines.start)
 
 

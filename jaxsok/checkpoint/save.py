@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
+import operator
 import threading
 import time
 import zlib
@@ -26,10 +27,9 @@ from jaxsok.collection import Collection
 from jaxsok.keys import from_words
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.plan import partitions_of
-from jaxsok.records import Records
-from jaxsok.rows import RowLines
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
+from jaxsok.table_export import to_records
 from jaxsok.types import COUNTERS, NUM_PARTITIONS, PADDING_KEY
 
 HOST_BYTES = 4 << 30  # of a process (decision D12)
@@ -318,10 +318,11 @@ class _Tables:
         most = max(1, least, -(-len(keys) // BATCHES_PER_PIECE))
         for number, form in enumerate(forms):
             begin, end = ends[number : number + 2]
+            names = [name for name, _, _ in form.states]
             self.by_partition[form.name] += np.bincount(partitions[begin:end], minlength=NUM_PARTITIONS)
             for start in range(begin, end, most):
                 stop = min(start + most, end)
-                records = _records_of(form, arrays, keys, lines[start:stop])
+                records = to_records(jax.tree.map(operator.itemgetter(lines[start:stop]), arrays), names)
                 self.nonfinite[form.name] += int((~np.isfinite(records.rows).all(axis=1)).sum())
                 yield form, form.to_batch(records), (int(partitions[start]), int(partitions[stop - 1]))
 
@@ -394,12 +395,6 @@ class _Tables:
             file.abandon()
         for file, _ in self.bloom.values():
             file.close()
-
-
-def _records_of(form: files.TableForm, arrays: RowLines, keys: np.ndarray, lines: np.ndarray) -> Records:
-    last_step, frequency = (None, None) if arrays.statistics is None else arrays.statistics[lines].T.copy()
-    states = {name: array[lines] for (name, _, _), array in zip(form.states, arrays.states, strict=True)}
-    return Records(keys[lines], arrays.rows[lines], states, last_step, frequency)
 
 
 def admission_of(spec: StoreSpec, table: TableSpec) -> dict[str, Any] | None:

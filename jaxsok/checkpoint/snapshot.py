@@ -1,8 +1,7 @@
 """Arrays of a state on their way to the host, piece by piece, before a step changes them in place.
 
 Each piece is a range of a shard's dense arrays, live rows and others, of which the writer picks the rows; or, of a
-delta, the rows that changed, which the device finds. Two pieces are under way at a time, so that the link is busy while
-the host works.
+delta, the rows that changed, which the device finds.
 """
 
 import dataclasses
@@ -15,13 +14,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok.rows import cut_lines, slabs_of
-from jaxsok.shards import HOST_KIND, Shards, parts_of, read_on_host, view_on_host, without_mesh
+from jaxsok.shards import Shards, parts_of, read_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.table_export import find_rows, prefetch
+from jaxsok.table_export import fetch, find_rows
 from jaxsok.types import COUNTERS
-
-UNDER_WAY = 2  # pieces between device and host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,33 +59,18 @@ def pieces(
     A piece has about `piece_bytes`. With `since`, only rows with a later or equal last step are kept.
     """
 
-    def cut_all() -> Iterator[tuple[str, int, Any, slice]]:
+    def cut_all() -> Iterator[tuple[tuple[str, int], Any, slice]]:
         for shard, part in shard_parts(store, spec, shards).items():
             for arrays, lines in _cut_rows(spec, part, seed, piece_bytes, since):
-                yield "rows", shard, arrays, lines
-        for kind, arrays in (("waiting", store.sightings), ("bloom", store.bloom)):
-            for array in arrays:
+                yield ("rows", shard), arrays, lines
+        for kind, slabs in (("waiting", store.sightings), ("bloom", store.bloom)):
+            for array in slabs:
                 for shard, words in shard_parts(array, spec, shards).items():
                     most = max(1, piece_bytes // max(1, words.nbytes // words.shape[0]))
                     for first, size, lines in cuts_of(words.shape[0], most):
-                        yield kind, shard, cut_lines(words, np.int32(first), size), lines
+                        yield (kind, shard), cut_lines(words, np.int32(first), size), lines
 
-    def start(kind: str, shard: int, arrays: Any, lines: slice) -> tuple[str, int, Any, slice]:
-        for array in jax.tree.leaves(arrays):
-            if array.sharding.memory_kind != HOST_KIND:
-                array.copy_to_host_async()
-        return kind, shard, arrays, lines
-
-    def wait(kind: str, shard: int, arrays: Any, lines: slice) -> Piece:
-        return Piece(number, kind, shard, jax.tree.map(lambda array: _take(view_on_host(array), lines), arrays))
-
-    return itertools.starmap(wait, prefetch(itertools.starmap(start, cut_all()), UNDER_WAY))
-
-
-def _take(whole: np.ndarray, lines: slice) -> np.ndarray:
-    # A small part in memory of its own: it would keep the whole, and its bytes are what the queue counts. Of others the
-    # queue counts up to a sixth too little.
-    return whole[lines].copy() if 7 * (lines.stop - lines.start) < 6 * len(whole) else whole[lines]
+    return itertools.starmap(lambda place, arrays: Piece(number, *place, arrays), fetch(cut_all()))
 
 
 def _cut_rows(
