@@ -33,9 +33,7 @@ PATIENCE_S = 600  # for Orbax to make the folder
 
 
 class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores the tables of a collection.
-
-    Orbax's checkpointers find it by the arguments, `TablesSave` and `TablesRestore`; all processes call.
+    """Saves and restores tables; Orbax finds it by the arguments, `TablesSave` and `TablesRestore`. All processes call.
 
     Example:
       `ocp.AsyncCheckpointer(TablesCheckpointHandler()).save(path, args=TablesSave(collection, state))`

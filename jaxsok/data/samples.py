@@ -12,7 +12,6 @@ import glob
 import itertools
 import mmap
 import os
-import pathlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -85,9 +84,7 @@ class ArraySource(Source):
         return _pick_columns(self.columns, positions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {
-            "columns": {name: _map_arrays(_to_mapped, column) for name, column in self.columns.items()}
-        }
+        return vars(self) | {"columns": {name: _map_arrays(_to_mapped, c) for name, c in self.columns.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -108,7 +105,6 @@ class JoinedSource(Source):
         return _read_parts(self._starts[1:], positions, lambda number, of_part: self._parts[number].take(of_part))
 
     def keep(self, num_blocks: int) -> None:
-        """Asks each source to keep `num_blocks` blocks."""
         for part in self._parts:
             part.keep(num_blocks)
 
@@ -126,7 +122,7 @@ class BlockSource(Source):
         self._kept: OrderedDict[int, concurrent.futures.Future[Columns]] = OrderedDict()  # under the lock
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_kept")}
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_kept")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -137,11 +133,9 @@ class BlockSource(Source):
         """Reads and decodes a block."""
 
     def keep(self, num_blocks: int) -> None:
-        """Keeps at least `num_blocks` decoded blocks."""
         self._num_kept = max(self._num_kept, num_blocks)
 
     def take(self, positions: slice | np.ndarray) -> Columns:
-        """Reads samples from decoded blocks."""
         return _read_parts(self.ends, positions, lambda block, part: _pick_columns(self._block(block), part))
 
     def _block(self, block: int) -> Columns:
@@ -233,11 +227,10 @@ def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
         data = pa.dataset.dataset(paths[0] if len(paths) == 1 else paths, partitioning="hive")
     pieces = []
     for fragment in data.get_fragments():
-        if isinstance(fragment, pa.dataset.ParquetFileFragment):
-            for group in fragment.split_by_row_group():
-                pieces.append((_Fragment(group, data.schema), group.row_groups[0].num_rows))
-        else:
-            pieces.append((_Fragment(fragment, data.schema), fragment.count_rows()))
+        is_parquet = isinstance(fragment, pa.dataset.ParquetFileFragment)
+        for part in fragment.split_by_row_group() if is_parquet else [fragment]:
+            num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
+            pieces.append((_Fragment(part, data.schema), num_rows))
     return data.schema, pieces
 
 
@@ -270,7 +263,7 @@ def _paths_of(data: Any) -> list[str]:
     given = [data] if isinstance(data, str | os.PathLike) else list(data)
     paths: list[str] = []
     for path in map(os.fspath, given):
-        found = sorted(glob.glob(path)) if glob.has_magic(path) and not pathlib.Path(path).exists() else [path]
+        found = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
         if not found:
             raise FileNotFoundError(f"ArrowSource: data: got {path!r}, where there is no file.")
         paths += found

@@ -50,11 +50,10 @@ class Header:
 def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one, as sizes show them."""
     tables: dict[str, dict[str, Any]] = {}
-    paths = sorted(directory.glob("*-key")) if directory.is_dir() else []
-    for path in paths:
-        if not path.is_file() or Header.of(path).kind != 0:
+    for path in sorted(directory.glob("*-key")) if directory.is_dir() else ():
+        if not path.is_file() or (header := Header.of(path)).kind != 0:
             continue
-        header, prefix = Header.of(path), path.name.removesuffix("-key")
+        prefix = path.name.removesuffix("-key")
         num_rows, weight = max(1, header.num_numbers), directory / f"{prefix}-weight"
         dim = max(1, Header.of(weight).num_numbers // num_rows) if weight.is_file() else 1
         widths = {}
