@@ -7,7 +7,6 @@ base and what it rests on have, and the tables have not.
 import concurrent.futures
 import dataclasses
 import functools
-import logging
 import os
 import pathlib
 import shutil
@@ -18,14 +17,13 @@ import jax
 from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib, manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
+from jaxsok.checkpoint.files import LOG
 from jaxsok.checkpoint.keys_by_row import KeysByRow
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save, time_of
 from jaxsok.checkpoint.saved import Source, check_forms
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.store import State
-
-LOG = logging.getLogger("jaxsok.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from jaxsok.types import NUM_PARTITIONS
 if TYPE_CHECKING:
     import pyarrow as pa
 
+LOG = logging.getLogger("jaxsok.checkpoint")
 COMPRESSIONS: tuple[str, ...] = ("none", "lz4", "zstd")
 MAGIC_BYTES = 8  # "ARROW1" and two zeros, in front of the schema
 ALL_PARTITIONS = 0, NUM_PARTITIONS - 1  # of a batch whose keys are in no order

@@ -4,7 +4,6 @@ Every export records the life of its state, the lives before it, and the last ex
 """
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +11,11 @@ import jax
 import numpy as np
 
 from jaxsok import lives, processes
+from jaxsok.checkpoint.files import LOG
 from jaxsok.collection import Collection
 from jaxsok.lives import Life
 from jaxsok.operations import lineage_of, no_tickets
 from jaxsok.store import State
-
-LOG = logging.getLogger("jaxsok.checkpoint")
 
 
 def entry_of(state: State) -> dict[str, Any]:

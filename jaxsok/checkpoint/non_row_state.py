@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from jaxsok import admission as admission_lib, policies, processes
 from jaxsok.checkpoint import lineage as lineage_lib, manifest as manifest_lib
+from jaxsok.checkpoint.files import LOG
 from jaxsok.checkpoint.place import Restoring
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.saved import Source
@@ -25,7 +25,6 @@ from jaxsok.store import State, StoreState, with_store
 from jaxsok.table_import import rows_in_use
 from jaxsok.types import COUNTERS
 
-LOG = logging.getLogger("jaxsok.checkpoint")
 WAITING_AT_A_TIME = 1 << 22  # keys that wait for a row: 64 MiB on the host
 
 

@@ -5,7 +5,6 @@ have keys of its shards' partitions.
 """
 
 import contextlib
-import logging
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from jaxsok import enlarge, grow, processes
 from jaxsok.checkpoint import manifest as manifest_lib, non_row_state
 from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
-from jaxsok.checkpoint.files import key_batches
+from jaxsok.checkpoint.files import LOG, key_batches
 from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms
@@ -26,8 +25,6 @@ from jaxsok.specs import TableRef, name_word
 from jaxsok.store import State
 from jaxsok.table_import import rows_in_use
 from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
-
-LOG = logging.getLogger("jaxsok.checkpoint")
 
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 

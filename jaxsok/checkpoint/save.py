@@ -8,7 +8,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import logging
 import operator
 import threading
 import time
@@ -22,6 +21,7 @@ import numpy as np
 from jaxsok import checks, operations, policies
 from jaxsok.admission import waiting_in
 from jaxsok.checkpoint import files, lineage as lineage_lib, manifest as manifest_lib
+from jaxsok.checkpoint.files import LOG
 from jaxsok.checkpoint.snapshot import Piece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
@@ -39,7 +39,6 @@ BATCHES_PER_PIECE = 16  # so that a process which restores a sixteenth of the pa
 # A smaller batch takes longer to find than to read, and pieces of a delta have few rows.
 LEAST_BATCH_BYTES = 1 << 20
 PREPARED_AHEAD = 1  # pieces whose batches are made while those of another are written
-LOG = logging.getLogger("jaxsok.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)

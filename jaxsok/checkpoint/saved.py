@@ -4,7 +4,6 @@ The manifest is checked before anything is read, and all data against its checks
 """
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -12,14 +11,13 @@ import numpy as np
 
 from jaxsok import checks
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, column_of, keys_schema
+from jaxsok.checkpoint.files import LOG, CorruptFileError, SavedFile, TableForm, column_of, keys_schema
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, name_word
 
-LOG = logging.getLogger("jaxsok.checkpoint")
 OptimizerState = Literal["require", "matching", "initial"]
 OPTIMIZER_STATES: tuple[str, ...] = get_args(OptimizerState)
 

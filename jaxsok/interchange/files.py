@@ -134,21 +134,18 @@ def partial_files(
         return [path for path in stale() if path not in paths]
 
     refuse_existing(op, [*paths, *find_stale()], overwrite)
-    _require_removable(op, [*paths, *find_stale()])
     # Two writers of one name must not write into one file.
     end = f".{secrets.token_hex(4)}.partial"
     partials = [path.with_name(path.name + end) for path in paths]
     try:
         with contextlib.ExitStack() as stack:
-            opened = []
-            for partial in partials:
-                partial.parent.mkdir(parents=True, exist_ok=True)
-                opened.append(stack.enter_context(open(partial, "x+b")))
+            paths[0].parent.mkdir(parents=True, exist_ok=True)  # of all of them
+            opened = [stack.enter_context(open(partial, "x+b")) for partial in partials]
             yield opened
             for file in opened:
                 file.flush()
                 os.fsync(file.fileno())
-        _require_removable(op, [*paths, *find_stale()])
+        refuse_existing(op, [*paths, *find_stale()], overwrite)
     except BaseException:
         _remove(partials)
         raise
@@ -191,24 +188,21 @@ def _publish(
         raise
 
 
-def _require_removable(op: str, paths: Sequence[pathlib.Path]) -> None:
-    for path in paths:
-        if os.path.lexists(path):
-            if path.is_dir():
-                raise IsADirectoryError(f"{op}: {path}: got a folder, wanted a file, or none.")
-            if not os.access(path.parent, os.W_OK | os.X_OK):
-                raise PermissionError(f"{op}: {path}: may not be replaced: its folder is read-only.")
-
-
 def _remove(paths: Sequence[pathlib.Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
+    """Refuses paths that are taken, unless they may go, and can."""
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
+    for path in filter(os.path.lexists, paths):
+        if path.is_dir():
+            raise IsADirectoryError(f"{op}: {path}: got a folder, wanted a file, or none.")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(f"{op}: {path}: may not be replaced: its folder is read-only.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
