@@ -112,15 +112,16 @@ def _keeps_all(collection: Collection, state: State, base: Source, table: str) -
 def find_keys(
     op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields batches of keys, and which of them have a row. All processes read the same."""
+    """Yields batches of keys, and which of them have a row."""
+    for padded, size in padded_batches(op, batches):
+        yield padded[:size], np.asarray(collection.contains(state, table, padded))[:size]
+
+
+def padded_batches(op: str, batches: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, int]]:
+    """Pads batches of keys to few sizes, for few programs; yields their number, too. All processes read the same."""
     for batch in processes.iterate_together(op, batches):
         for start in range(0, batch.size, KEYS_AT_A_TIME):
             keys = batch[start : start + KEYS_AT_A_TIME]
-            yield keys, np.asarray(collection.contains(state, table, pad_keys(keys)))[: keys.size]
-
-
-def pad_keys(keys: np.ndarray) -> np.ndarray:
-    """Pads at least one key to one of few sizes, so that few programs are compiled."""
-    padded = np.full(max(LEAST_KEYS, 1 << (keys.size - 1).bit_length()), np.uint64(PADDING_KEY))
-    padded[: keys.size] = keys
-    return padded
+            padded = np.full(max(LEAST_KEYS, 1 << (keys.size - 1).bit_length()), np.uint64(PADDING_KEY))
+            padded[: keys.size] = keys
+            yield padded, keys.size

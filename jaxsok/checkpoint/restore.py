@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxsok import enlarge, grow, processes
 from jaxsok.checkpoint import manifest as manifest_lib, non_row_state
-from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, Path, chain_of, check_link, find_keys, pad_keys
+from jaxsok.checkpoint.chain import Path, chain_of, check_link, find_keys, padded_batches
 from jaxsok.checkpoint.files import LOG, key_batches
 from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions
 from jaxsok.checkpoint.save import time_of
@@ -184,10 +184,8 @@ def _apply_link(source: Source, held: Restoring) -> None:
     # Removed rows make room for new ones: a table that evicts may be full at both ends of a delta.
     _make_room(source, held, {name: _more_rows(source, held, name) for name in taken})
     for name in taken:
-        for keys in processes.iterate_together(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
-            for start in range(0, keys.size, KEYS_AT_A_TIME):
-                erased = pad_keys(keys[start : start + KEYS_AT_A_TIME])
-                held.state, _ = collection.erase(held.state, name, erased)
+        for keys, _ in padded_batches(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
+            held.state, _ = collection.erase(held.state, name, keys)
     for name in taken:
         place(source, held, name, taken[name])
     non_row_state.add(source, held, list(taken))
@@ -196,11 +194,11 @@ def _apply_link(source: Source, held: Restoring) -> None:
 def _more_rows(source: Source, held: Restoring, name: str) -> np.ndarray:
     """Counts the rows that a delta adds to each shard, less those that it removes: int64[num_shards]."""
     op, collection, more = source.op, held.collection, np.zeros(NUM_PARTITIONS, np.int64)
-    for keys, found in find_keys(op, collection, held.state, name, key_batches(source.files(name))):
-        more += _keys_by_partition(name, keys[~found])
-    tombstones = key_batches(source.files(name, manifest_lib.TOMBSTONES))
-    for keys, found in find_keys(op, collection, held.state, name, tombstones):
-        more -= _keys_by_partition(name, keys[found])
+    for kind, sign in ((manifest_lib.ROWS, 1), (manifest_lib.TOMBSTONES, -1)):
+        for keys, found in find_keys(op, collection, held.state, name, key_batches(source.files(name, kind))):
+            changed = keys[found if sign < 0 else ~found]
+            partitions = partitions_of(changed, name_word(name)).astype(np.int64)
+            more += sign * np.bincount(partitions, minlength=NUM_PARTITIONS)
     return _rows_by_shard(collection, locate(op, collection, name), more)
 
 
@@ -256,7 +254,3 @@ def _rows_by_shard(collection: Collection, table: TableRef, rows: np.ndarray) ->
     counts = np.zeros(table.spec.num_shards, np.int64)
     np.add.at(counts, shards_of_partitions(collection, table), rows.astype(np.int64))
     return counts
-
-
-def _keys_by_partition(name: str, keys: np.ndarray) -> np.ndarray:
-    return np.bincount(partitions_of(keys, name_word(name)).astype(np.int64), minlength=NUM_PARTITIONS)
