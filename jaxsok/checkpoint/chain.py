@@ -18,6 +18,7 @@ from jaxsok.checkpoint.lineage import is_same_life
 from jaxsok.checkpoint.saved import Source
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
+from jaxsok.shards import read_on_host
 from jaxsok.store import State
 from jaxsok.types import COUNTERS, PADDING_KEY
 
@@ -105,8 +106,7 @@ def _keeps_all(collection: Collection, state: State, base: Source, table: str) -
     if not (collection.shards.is_mesh or jax.process_count() == 1) or not is_same_life(state, base.manifest):
         return False
     counters = state.stores[locate("export_delta", collection, table).store].counters  # all shards have one generation
-    generation = np.asarray(counters.addressable_data(0))[COUNTERS.index("generation")]
-    return int(generation) == base.store_of(table)[1]["generation"]
+    return int(read_on_host(counters)[COUNTERS.index("generation")]) == base.store_of(table)[1]["generation"]
 
 
 def find_keys(

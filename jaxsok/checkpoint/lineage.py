@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxsok import lives, processes
 from jaxsok.checkpoint.files import LOG
 from jaxsok.collection import Collection
 from jaxsok.lives import Life
 from jaxsok.operations import lineage_of, no_tickets
+from jaxsok.shards import read_on_host
 from jaxsok.store import State
 
 
@@ -62,4 +62,4 @@ def is_same_life(state: State, manifest: Mapping[str, Any]) -> bool:
 
 
 def _life_of(state: State) -> Life:
-    return lives.IN_THIS_PROCESS.life_of(np.asarray(state.lineage.addressable_data(0)))
+    return lives.IN_THIS_PROCESS.life_of(read_on_host(state.lineage))

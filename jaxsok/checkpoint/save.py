@@ -27,6 +27,7 @@ from jaxsok.collection import Collection
 from jaxsok.keys import from_words
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.plan import partitions_of
+from jaxsok.shards import read_on_host
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
 from jaxsok.table_export import to_records
@@ -215,11 +216,7 @@ class Saving:
 
     def _store_part(self, s: int) -> dict[str, Any]:
         spec, store, shards = self.collection.stores[s], self.state.stores[s], self.collection.shards
-
-        def local(array: Any) -> np.ndarray:
-            return np.asarray(array.addressable_data(0))
-
-        word = dict(zip(COUNTERS, local(store.counters).tolist(), strict=False))
+        word = dict(zip(COUNTERS, read_on_host(store.counters).tolist(), strict=False))
         num_evicted = []
         for array in store.table_evicted:
             parts = (np.asarray(part).astype(np.int64) for part in shard_parts(array, spec, shards).values())
@@ -233,7 +230,7 @@ class Saving:
             "assigned_per_step": self.collection.growth.assigned_per_step[s],
             "looks": self.collection.growth.looks_to_save(s),
             "most_positions": self.collection.growth.most[s],
-            "globals": [manifest_lib.array_to_json(local(leaf)[0]) for leaf in store.globals_],
+            "globals": [manifest_lib.array_to_json(read_on_host(leaf)[0]) for leaf in store.globals_],
             "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
             "num_evicted": num_evicted,
         }
