@@ -131,7 +131,7 @@ class ServedModel:
         """Takes the rows of padding samples from results of `run`."""
         return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
-    def _bind(self, tables: FrozenTables) -> tuple[Any, tuple[Any, Any, Any]]:
+    def _bind(self, tables: FrozenTables) -> tuple[Any, tuple[Any, ...]]:
         """Chooses the program for some tables, and gives its operands but the inputs."""
         require_tables("call", tables, on_device=True)
         numbers_of_stores, *of_tables = _find_tables(self._stores, tables.spec)
