@@ -11,8 +11,8 @@ wire they are windows, outside of the memory that XLA gives to arrays: mostly on
 steps, with those that came before, at most four. Batches and plans are counted as `collection.pipeline` holds them: two
 ahead of the one in use and of those looked up ahead.
 
-For rows in host memory a device has places, homes and a cache, and a step stages a row with its optimizer state for each key
-beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
+For rows in host memory a device has places, homes and a cache, and a step stages a row with its optimizer state for
+each key beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class StoreMemory:
     """Bytes of one row of capacity: its numbers, optimizer state, record, and share of the index."""
     state: Mapping[str, int]
     """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters", and where there are any
-    "statistics" and "admission". Of rows in host memory "places" (with homes) and "cache", in place of the first two."""
+    "statistics" and "admission". Of rows in host memory "places" (and homes) and "cache" in place of the first two."""
     reserve: int
     """The part of these bytes that `grow` keeps free for the keys of coming steps."""
     num_keys: int
