@@ -205,13 +205,13 @@ def test_bytes_per_device_by_hand():
 
 
 def test_rows_in_host_memory_are_counted_apart():
-    """Host rows of 8 float32 are records of 32 bytes; the device has places, records, index and the cache."""
+    """Host rows of 8 float32 are records of 32 bytes; the device has places, homes, records, index and the cache."""
     tables, features = specs(item=1000)
     tables = [dataclasses.replace(tables[0], memory=jaxsok.HostMemory(device_rows=100))]
     proposal = propose(tables, features, num_shards=2, keys_per_step=10)
     (store,) = programs.over(2, proposal.tables, features).init().stores
     assert proposal.host_bytes == 32 * store.capacity // 2 == store.rows[0].addressable_shards[1].data.nbytes
-    assert proposal.lines[0].num_bytes == 1000 * 52
+    assert proposal.lines[0].num_bytes == 1000 * 60
     assert str(proposal).endswith(f"{format_bytes(proposal.host_bytes)} of host memory for each of 2 devices.")
     assert propose(*specs(item=1000), num_shards=2, keys_per_step=10).host_bytes == 0
 
