@@ -147,7 +147,7 @@ constexpr int64_t kPageBytes = 64 << 10;
 struct RecordRange {
   uint32_t begin, end;
 };
-// Of a record's second word in homes: it has content, as far as calls have noted; the others mostly have none.
+// Of the second word in homes: the record has content, as far as calls have noted. A hint: the row's place decides.
 constexpr uint32_t kIsFull = uint32_t{1} << 31;
 
 /// A row that the next call will bring, the slot that it will take, and its priority there.
@@ -344,8 +344,9 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
 ///
 /// Post   : rows of the call that are in the cache count as used now; the list has the rows that would come, with their
 ///          slots; exactly those of these slots whose rows would leave are marked. No slot is listed
-///          whose last use began at most kCallsOfUse calls ago. A row that would leave for one that is read has a
-///          record of the same page, if the page has one without content that no other such row has taken.
+///          whose last use began at most kCallsOfUse calls ago. A row that would leave has a record in the page of one
+///          that is read, if there is one without content in the pages that are looked at; which it is may differ
+///          between runs and back ends.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                              const Moves& moves, void* workspace);
 
