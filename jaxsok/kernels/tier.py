@@ -24,8 +24,8 @@ class Tier:
     """The place of each row, in slabs: its slot in the cache, FRESH, or in host memory with the time of its last use;
     IN_HOST where that is not known."""
     homes: tuple[UInt32[Array, "_ 2"], ...]
-    """Which record of host memory is whose, in slabs: the number of a row's record less its row id, modulo 2**32; and the
-    row id of a record's row less the number of the record, modulo 2**31, with a hint above: the record has content."""
+    """Which record of host memory is whose, in slabs: the number of a row's record less its row id, modulo 2**32; and
+    the row id of a record's row less the number of the record, modulo 2**31, with a hint above: it has content."""
     rows: Float[Array, "num_lines dim"]
     """The rows in the cache, by slot; at least one slot."""
     states: tuple[Float32[Array, "num_lines _"], ...]
