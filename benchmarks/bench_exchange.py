@@ -401,7 +401,7 @@ class Sharded:
             batch, plan = next(batches)
             return step(carry, plan, batch["dense"], batch["label"])
 
-        carry = (self.filled.state, *dlrm.init_on_mesh(collection, self.workload.dim))
+        carry = (self.filled.state, *dlrm.init_for(collection, self.workload.dim))
         sent = self._count_sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
         whole = "pipelined" if self.num_devices > 1 else "single"
         for program, ahead in ((whole, LookAhead()), ("exact ahead", LookAhead(1)), ("stale ahead", LookAhead(1, 1))):

@@ -1,36 +1,38 @@
 """Tables in host memory with a cache on the device: MLPerf's DLRM, and the same with all rows on the device.
 
 Question: how much of the throughput is left when half, a tenth and a fiftieth of the rows fit the device, with and
-          without lookups ahead, which bring the rows of the next batch while the model runs?
-Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples, one key a bag, Zipf 1.05 over all rows; 128
-          floats with rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the tables, and
-          in host memory, before anything is timed; they were filled from the rarest to the most frequent, so that the
-          cache begins with about what it would hold after a long run.
+          without lookups ahead, which bring the rows of the next batch while the model runs? How much more do several
+          devices train, each with a cache of a tenth of its rows?
+Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples a device, one key a bag, Zipf 1.05 over all
+          rows; 128 floats with rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the
+          tables, and in host memory, before anything is timed; they were filled from the rarest to the most frequent,
+          so that the cache begins with about what it would hold after a long run.
 Limit:    the larger of the step on the device and the records that crossed the link over the rate of that path ("bring
           random rows": nearly all of them are read, and as many written).
-Command:  `python -m jaxsok bench --only tiers`
+Command:  `python -m jaxsok bench --only tiers [--devices 1,4]`
 Last result: 2026-11-27, H200 (docs/results/host_memory.md): with lookups ahead 0.80, 0.74 and 0.62 of the device's
           throughput.
 """
 
 import dataclasses
-import functools
 import gc
 import itertools
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxsok
 from jaxsok import tiers
-from jaxsok.plan import Plan
+from jaxsok.features import Batch
+from jaxsok.pipeline import LookAhead, Pipeline
 from jaxsok.types import TIER_COUNTERS
 
 from . import dlrm, fill, records, workloads
+from .bench_exchange import Packed, devices_at_hand, mesh_of
 from .records import Record, Recorder
 from .timing import Protocol, Timing, summary
 from .workloads import SCATTER, Workload
@@ -43,42 +45,51 @@ NUM_ROWS = 1_000_000
 SHARES = (None, 0.5, 0.1, 0.02)
 """Shares of the rows that the cache has; None: all rows lie on the device."""
 
+SHARE_OF_MESHES = 0.1
+
 NUM_BATCHES = 240
-"""Batches with keys of their own: a third fills caches, one is timed, and one is timed with lookups ahead."""
+"""Batches with keys of their own: a third fills caches, one is timed, and one is timed with lookups ahead. On several
+devices half as many."""
 
 _FILL_IDS = 1 << 14
 """Ids of each table in one step that fills."""
 
 
-def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
-    """Measures each optimizer, first with all rows on the device."""
-    for name, optimizer in RUNS[: 1 if is_quick else None]:
-        workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scale(scale)
-        ids = workloads.draw_batches(workload, "zipf1.05", 18 if is_quick else NUM_BATCHES, seed)
-        on_device = None
-        for share in SHARES:
-            if recorder.has_time(f"tiers of {name} at {share}"):
-                with recorder.attempt(f"{name} with a cache of {share}"):
-                    bench = _Bench(workload, optimizer, share, recorder)
-                    on_device = bench.measure(ids, on_device)
-                    del bench
-                gc.collect()
-                recorder.write()
-
-
-def _look_up_ahead(plans: list[Plan]) -> list[Plan]:
-    """Gives each plan the next plan, as `Collection.pipeline(lookahead=1)` does."""
-    pairs = itertools.pairwise(plans)
-    return [*(dataclasses.replace(plan, following=(following,)) for plan, following in pairs), plans[-1]]
+def measure(
+    recorder: Recorder,
+    protocol: Protocol,
+    seed: int,
+    scale: float,
+    is_quick: bool = False,
+    devices: Sequence[int] = (1,),
+) -> None:
+    """Measures each optimizer on one device, first with all rows there; then the first optimizer on several devices."""
+    for num_devices in devices_at_hand(devices):
+        for name, optimizer in RUNS[: 1 if is_quick or num_devices > 1 else None]:
+            workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scale(scale)
+            workload = workload.on_devices(num_devices, "weak")
+            num_batches = 18 if is_quick else NUM_BATCHES // min(num_devices, 2)
+            ids = workloads.draw_batches(workload, "zipf1.05", num_batches, seed)
+            on_device = None
+            for share in SHARES if num_devices == 1 else (None, SHARE_OF_MESHES):
+                if recorder.has_time(f"tiers of {name} at {share}"):
+                    with recorder.attempt(f"{name} with a cache of {share}"):
+                        bench = _Bench(workload, optimizer, share, recorder, num_devices)
+                        on_device = bench.measure(ids, on_device)
+                        del bench
+                    gc.collect()
+                    recorder.write()
 
 
 class _Bench:
     """One filled table group, and the model."""
 
-    def __init__(self, workload: Workload, optimizer: str, share: float | None, recorder: Recorder):
+    def __init__(self, workload: Workload, optimizer: str, share: float | None, recorder: Recorder, num_devices: int):
         self._workload, self._optimizer, self._share, self._recorder = workload, optimizer, share, recorder
+        self._num_devices = num_devices
         memory = None if share is None else jaxsok.HostMemory(device_rows=share)
-        self._collection = fill.collection_of(workload, optimizer, memory=memory)
+        mesh = None if num_devices == 1 else mesh_of(num_devices)
+        self._collection = fill.collection_of(workload, optimizer, mesh, memory=memory)
         begin = time.perf_counter()
         state = self._collection.init(seed=0)
         recorder.say(f"{workload.name}, cache of {share}: tables made in {time.perf_counter() - begin:.1f} s")
@@ -87,12 +98,10 @@ class _Bench:
             first = max(0, min(first, workload.num_rows - _FILL_IDS))
             ranks = np.arange(first, first + min(_FILL_IDS, workload.num_rows))
             ids = (ranks * SCATTER % workload.num_rows).astype(np.int32)
-            state = step(state, self._pack(np.broadcast_to(ids[None, :, None], (workload.num_tables, ids.size, 1))))
+            same = np.broadcast_to(ids[None, :, None], (workload.num_tables, ids.size, 1))
+            state = step(state, fill.pack(self._collection, workload, same))
         self._state = jax.block_until_ready(state)
         recorder.say(f"{workload.num_tables * workload.num_rows:,} rows filled in {time.perf_counter() - begin:.1f} s")
-
-    def _pack(self, ids: np.ndarray) -> jaxsok.Features:
-        return fill.pack(self._collection, self._workload, ids)
 
     def _filling(self, state: jaxsok.State, features: jaxsok.Features) -> jaxsok.State:
         """Makes rows and writes them, as a step with gradients of zero does."""
@@ -102,70 +111,76 @@ class _Bench:
     def measure(self, ids: list[np.ndarray], on_device: Timing | None) -> Timing | None:
         """Times the step; returns the time with all rows on the device, to which the others are compared."""
         workload, collection = self._workload, self._collection
-        tx = optax.adagrad(0.01)
-        params = dlrm.init(jax.random.key(0), len(collection.features), workload.dim)
-        dense = jnp.asarray(np.random.default_rng(0).random((workload.num_bags, dlrm.NUM_DENSE), np.float32))
-        labels = jnp.asarray(np.arange(workload.num_bags) % 2, jnp.float32)
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step(carry, plan):
-            state, params, opt_state = carry
-            embeddings, state, plan = collection.lookup(state, plan)
-            loss, (g_params, g_embeddings) = jax.value_and_grad(dlrm.loss, (0, 1))(params, embeddings, dense, labels)
-            state, stats = collection.update(state, plan, g_embeddings)
-            updates, opt_state = tx.update(g_params, opt_state, params)
-            return (state, optax.apply_updates(params, updates), opt_state), (loss, stats)
-
-        plans = [Plan(self._pack(step_ids)) for step_ids in ids]
-        carry = (self._state, params, tx.init(params))
+        rest = {
+            "dense": np.random.default_rng(0).random((workload.num_bags, dlrm.NUM_DENSE), np.float32),
+            "label": (np.arange(workload.num_bags) % 2).astype(np.float32),
+        }
+        batches = [collection.batch(fill.raw_of(collection, workload, step_ids) | rest) for step_ids in ids]
+        step, carry = dlrm.step_of(collection), (self._state, *dlrm.init_for(collection, workload.dim))
         del self._state
-        third = len(plans) // 3
-        for plan in plans[:third]:
-            carry, (loss, stats) = step(carry, plan)
+        third = len(batches) // 3
+        for batch, plan in self._pairs(batches[:third], LookAhead()):
+            carry, (loss, stats) = step(carry, plan, batch["dense"], batch["label"])
         stats.check()
         if not np.isfinite(float(loss)):
             raise RuntimeError(f"{workload.name}: the loss is {float(loss)}.")
-        carry, timing, moved = self._time(step, carry, plans[third : 2 * third])
+        carry, timing, moved = self._time(step, carry, batches[third : 2 * third], LookAhead())
         if self._share is None:
             self._add(records.DLRM, timing, moved)
             return timing
-        carry, ahead, moved_ahead = self._time(step, carry, _look_up_ahead(plans[2 * third :]))
-        bring, moved_alone = self._measure_bring(carry[0])
-        self._add(records.BRING, bring, moved_alone)
-        rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
+        carry, ahead, moved_ahead = self._time(step, carry, batches[2 * third :], LookAhead(1))
+        rate = None
+        if self._num_devices == 1:
+            bring, moved_alone = self._measure_bring(carry[0])
+            self._add(records.BRING, bring, moved_alone)
+            rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
         of_device = 0.0 if on_device is None else on_device.ms
         for suffix, steps, counts in (("", timing, moved), (", looked up ahead", ahead, moved_ahead)):
-            limit_ms = max((counts["num_fetched"] + counts["num_written"]) / rate, of_device)
+            num_moved = counts["num_fetched"] + counts["num_written"]
+            limit_ms = None if rate is None else max(num_moved / rate, of_device)
             throughput = of_device / steps.ms if on_device else None
             self._add(records.DLRM, steps, counts, limit_ms, suffix, throughput=throughput)
         return on_device
 
-    def _time(self, step: Any, carry: Any, plans: list[Plan]) -> tuple[Any, Timing, dict[str, float]]:
+    def _pairs(self, batches: Sequence[Batch], ahead: LookAhead) -> Iterator[tuple]:
+        return iter(Pipeline(Packed(self._collection), batches, ahead=ahead, prefetch=0))
+
+    def _time(
+        self, step: Any, carry: Any, batches: Sequence[Batch], ahead: LookAhead
+    ) -> tuple[Any, Timing, dict[str, float]]:
         """Times steps with keys of their own; also returns each step's moved rows. The first of two groups compiles."""
-        size = max(1, len(plans) // 8)
-        for plan in plans[: 2 * size]:
-            carry, out = step(carry, plan)
-        before, times = self._counters(jax.block_until_ready(carry)[0]), []
-        for begin in range(2 * size, len(plans) - size, size):
+        pairs = self._pairs(batches, ahead)
+
+        def run(num_steps: int | None) -> Any:
+            nonlocal carry
+            out = None
+            for batch, plan in itertools.islice(pairs, num_steps):
+                carry, out = step(carry, plan, batch["dense"], batch["label"])
+            return jax.block_until_ready((carry, out))
+
+        size = max(1, len(batches) // 8)
+        run(2 * size)
+        before, times = self._counters(carry[0]), []
+        for _ in range(2 * size, len(batches) - size, size):
             start = time.perf_counter()
-            for plan in plans[begin : begin + size]:
-                carry, out = step(carry, plan)
-            jax.block_until_ready((carry, out))
+            run(size)
             times.append((time.perf_counter() - start) * 1e3 / size)
         num_steps = len(times) * size
         moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
-        for plan in plans[2 * size + num_steps :]:  # The last step leaves nothing in flight.
-            carry, _ = step(carry, plan)
-        return jax.block_until_ready(carry), summary(times, size), moved
+        run(None)  # the last step leaves nothing in flight
+        return carry, summary(times, size), moved
 
     def _counters(self, state: jaxsok.State) -> dict[str, int]:
         (store,) = state.stores
         return {
             name: int(count)
             for tier in store.tier
-            for name, count in zip(TIER_COUNTERS, np.asarray(tier.counters), strict=True)
+            for name, count in zip(TIER_COUNTERS, self._sum_counters(tier.counters), strict=True)
             if name in ("num_hits", "num_fetched", "num_written", "num_ahead")
         }
+
+    def _sum_counters(self, counters: jax.Array) -> np.ndarray:
+        return np.asarray(counters).reshape(self._num_devices, -1).sum(axis=0, dtype=np.int64)
 
     def _measure_bring(self, state: jaxsok.State) -> tuple[Timing, dict[str, float]]:
         """Times bringing random rows alone, as many as a batch has keys."""
@@ -194,6 +209,9 @@ class _Bench:
         suffix: str = "",
         **notes: Any,
     ) -> None:
+        variant = "all on the device" if self._share is None else f"{self._share:.0%} in the cache{suffix}"
+        if self._num_devices > 1:
+            variant += f", {self._num_devices} devices"
         self._recorder.add(
             Record(
                 self._workload.name,
@@ -202,7 +220,7 @@ class _Bench:
                 timing,
                 distribution="zipf1.05" if what == records.DLRM else "uniform",
                 optimizer=self._optimizer,
-                variant="all on the device" if self._share is None else f"{self._share:.0%} in the cache{suffix}",
+                variant=variant,
                 num_keys=self._workload.num_keys,
                 limit_ms=limit_ms,
                 notes={"part": "tiers", **{name: round(count) for name, count in moved.items()}, **notes},

@@ -4,7 +4,7 @@ Bottom MLP 13-512-256-dim, dot interaction of its output with the embeddings, to
 and sums in float32, matrices multiplied in bfloat16. Written with arrays alone: what is measured is the step, not a
 library of layers.
 
-Fed by nothing; feeds `bench_exchange.py` and `processes.py`. Not here: tables.
+Fed by nothing; feeds `bench_exchange.py`, `bench_tiers.py` and `processes.py`. Not here: tables.
 """
 
 import functools
@@ -70,14 +70,15 @@ def loss(params: dict[str, Layers], embeddings: Mapping[str, jax.Array], dense: 
     return jnp.mean(jax.nn.softplus(logits) - labels * logits)
 
 
-def init_on_mesh(collection: jaxsok.Collection, dim: int) -> tuple[Any, Any]:
+def init_for(collection: jaxsok.Collection, dim: int) -> tuple[Any, Any]:
     """Returns parameters and the state of their optimizer, the same on each device of a collection."""
 
+    @jax.jit
     def make() -> tuple[Any, Any]:
         params = init(jax.random.key(0), len(collection.features), dim)
-        return params, OPTIMIZER.init(params)
+        return _on_all(collection, (params, OPTIMIZER.init(params)))
 
-    return jax.jit(make, out_shardings=collection.shards.same)()
+    return make()
 
 
 def step_of(collection: jaxsok.Collection, jit: Callable = jax.jit) -> Callable[..., tuple]:
@@ -91,9 +92,15 @@ def step_of(collection: jaxsok.Collection, jit: Callable = jax.jit) -> Callable[
         state, stats = collection.update(state, plan, g_embeddings)
         updates, opt_state = OPTIMIZER.update(g_params, opt_state, params)
         stepped = optax.apply_updates(params, updates), opt_state
-        return (state, *lax.with_sharding_constraint(stepped, collection.shards.same)), (mean, stats)
+        return (state, *_on_all(collection, stepped)), (mean, stats)
 
     return step
+
+
+def _on_all(collection: jaxsok.Collection, tree: Any) -> Any:
+    """Makes arrays the same on each device of a collection, inside a program."""
+    shards = collection.shards
+    return tree if shards.num_shards == 1 else lax.with_sharding_constraint(tree, shards.same)
 
 
 def _mlp(layers: Layers, x: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "http": lambda: bench_http.measure(recorder, seed, scale, is_quick, options.minutes),
         "devices": lambda: bench_devices.measure(recorder, seed, scale, is_quick),
         "input": lambda: bench_input.measure(recorder, brief, seed, scale, is_quick),
-        "tiers": lambda: bench_tiers.measure(recorder, brief, seed, scale, is_quick),
+        "tiers": lambda: bench_tiers.measure(recorder, brief, seed, scale, is_quick, options.devices or (1,)),
         "host_rows": lambda: bench_host_rows.measure(recorder, seed, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }

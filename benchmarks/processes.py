@@ -137,7 +137,7 @@ class Measured:
             "label": rng.integers(0, 2, num_samples).astype(np.float32),
         }
         batches = [collection.batch(fill.raw_of(collection, self.workload, ids) | rest) for ids in self.ids]
-        dense_part = dlrm.init_on_mesh(collection, self.workload.dim)
+        dense_part = dlrm.init_for(collection, self.workload.dim)
         programs = {"pipelined": LookAhead(), "exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
         for program, ahead in programs.items():
             pipeline = Pipeline(Packed(collection), itertools.cycle(batches), ahead=ahead, prefetch=0)

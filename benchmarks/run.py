@@ -87,7 +87,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--devices",
-        help="with exchange and dcnv2: comma-separated numbers of devices; default: 1, 2, 4, 8, and with dcnv2 all",
+        help="with exchange, tiers and dcnv2: comma-separated numbers of devices; default: 1, 2, 4, 8, with tiers 1, "
+        "with dcnv2 all",
     )
     parser.add_argument("--scaling", choices=workloads.SCALINGS, help="default: weak for M1, strong for others")
     parser.add_argument("--exchange", help=f"with exchange: comma-separated, of {', '.join(EXCHANGE_PARTS)}")
@@ -203,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     about_part = {
         EXCHANGE: ("devices", "scaling", "exchange"),
         DCNV2: ("devices", "seconds", "train"),
+        "tiers": ("devices",),
     }.get(options.parts[0], ())
     shown = {
         name: value

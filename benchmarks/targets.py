@@ -257,6 +257,14 @@ def _in_tiers() -> Iterable["Target"]:
             name = f"DLRM, tables in host memory, {share} of their rows cached, {what}: throughput over all on the GPU"
             yield Target(name, least, reading)
 
+    def speedup(found: Found) -> float | None:
+        place = {"notes": {"part": "tiers"}, "workload": "M1", "distribution": "zipf1.05"}
+        variant = "10% in the cache, looked up ahead"
+        four = found.ms(names.DLRM, variant=f"{variant}, 4 devices", **place)
+        return _over(_times(4, found.ms(names.DLRM, variant=variant, **place)), four)
+
+    yield Target("the same, 10% cached, rowwise Adagrad, 4 GPUs: samples/s over those of one", 3, speedup)
+
 
 def _efficiency(num_devices: int) -> Reading:
     """Returns the time on 2 devices over that on more, both of one run, the newest that has them."""
