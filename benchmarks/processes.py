@@ -18,11 +18,12 @@ where the pipeline dispatches plans; *fed*: as *pipelined*, from a reader's batc
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +31,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxsok
+from jaxsok.features import Batch
 from jaxsok.pipeline import LookAhead, Pipeline
 
-from . import dlrm, fill, peers, records, workloads
+from . import bench_tiers, dlrm, fill, peers, records, workloads
 from .bench_exchange import Packed, default_scaling, mesh_of
 from .limits import varied_floats
 from .records import BAGS, PROCESSES, Record, Recorder
@@ -40,6 +42,7 @@ from .timing import list_launched, summary
 
 NUM_KEY_SETS = 4
 STEPS = 50
+CACHE_STEPS = 16
 REPETITIONS = 7
 OPTIMIZER = "rowwise_adagrad"
 
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", default="M1", help="of M1, M1-64, W1 and W5, as in M1,W1:zipf1.05,W5")
     parser.add_argument("--wires", default="float32,bfloat16", help="dtypes of rows and gradients between devices")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rows and samples")
+    parser.add_argument("--cache", type=float, help="rows in host memory, this share of them cached: DLRM alone")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--profile", action="store_true", help="also print the kernels of process 0")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results; default: none")
@@ -65,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recorder = Recorder(options.out, records.describe(shown, options.commit)) if options.process_id == 0 else None
     for asked in options.workloads.split(","):
         name, _, distribution = asked.partition(":")
-        Measured(name, distribution or "uniform", options, recorder).measure(options.wires.split(","))
+        measured = Measured(name, distribution or "uniform", options, recorder)
+        if options.cache is None:
+            measured.measure(options.wires.split(","))
+        else:
+            measured.measure_cache(options.cache)
         if recorder is not None:
             recorder.write()
     jax.distributed.shutdown()
@@ -79,9 +87,14 @@ class Measured:
         whole = workloads.on_mesh(name).scale(options.scale)
         self.workload = whole.on_devices(jax.device_count(), default_scaling(name))
         self.distribution, self.options, self.recorder = distribution, options, recorder
-        self.mesh = mesh_of(jax.device_count())
-        self.filled = fill.fill_tables(self.workload, OPTIMIZER, self.mesh)
-        drawn = workloads.draw_batches(self.workload, distribution, NUM_KEY_SETS, seed=0)
+        self.mesh, num_key_sets = mesh_of(jax.device_count()), NUM_KEY_SETS
+        self.memory, self.wire = None, "float32"
+        if options.cache is not None:
+            self.workload = dataclasses.replace(self.workload, num_rows=bench_tiers.NUM_ROWS).scale(options.scale)
+            self.memory = jaxsok.HostMemory(device_rows=options.cache)
+            num_key_sets = CACHE_STEPS * (options.repetitions + 2) * 2
+        self.filled = fill.fill_tables(self.workload, OPTIMIZER, self.mesh, memory=self.memory)
+        drawn = workloads.draw_batches(self.workload, distribution, num_key_sets, seed=0)
         mine = self.workload.num_bags // options.num_processes
         self.ids = [ids[:, options.process_id * mine : (options.process_id + 1) * mine] for ids in drawn]
 
@@ -130,17 +143,39 @@ class Measured:
 
     def measure_dlrm(self, collection: jaxsok.Collection) -> None:
         """Times the step of MLPerf's DLRM: alone, with an exact lookup ahead, and with one that is an update stale."""
+        batches = itertools.cycle(self.dlrm_batches(collection))
+        programs = {"pipelined": LookAhead(), "exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
+        self.time_dlrm(collection, programs, lambda: batches, STEPS)
+
+    def measure_cache(self, share: float) -> None:
+        """Times the same with rows in host memory, on batches with keys of their own."""
+        collection = fill.collection_of(self.workload, OPTIMIZER, self.mesh, memory=self.memory)
+        batches = iter(self.dlrm_batches(collection))
+        programs = {f"{share:.0%} cached": LookAhead(), f"{share:.0%} cached, exact ahead": LookAhead(1)}
+        num_each = len(self.ids) // len(programs)
+        self.time_dlrm(collection, programs, lambda: itertools.islice(batches, num_each), CACHE_STEPS)
+
+    def dlrm_batches(self, collection: jaxsok.Collection) -> list[Batch]:
+        """Packs this process's samples, with dense numbers and labels."""
         rng = np.random.default_rng(self.options.process_id)
         num_samples = self.ids[0].shape[1]
         rest = {
             "dense": rng.random((num_samples, dlrm.NUM_DENSE), np.float32),
             "label": rng.integers(0, 2, num_samples).astype(np.float32),
         }
-        batches = [collection.batch(fill.raw_of(collection, self.workload, ids) | rest) for ids in self.ids]
+        return [collection.batch(fill.raw_of(collection, self.workload, ids) | rest) for ids in self.ids]
+
+    def time_dlrm(
+        self,
+        collection: jaxsok.Collection,
+        programs: Mapping[str, LookAhead],
+        batches_of: Callable[[], Iterable[Batch]],
+        steps: int,
+    ) -> None:
+        """Times the step of MLPerf's DLRM with lookups ahead as `programs` say."""
         dense_part = dlrm.init_for(collection, self.workload.dim)
-        programs = {"pipelined": LookAhead(), "exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
         for program, ahead in programs.items():
-            pipeline = Pipeline(Packed(collection), itertools.cycle(batches), ahead=ahead, prefetch=0)
+            pipeline = Pipeline(Packed(collection), batches_of(), ahead=ahead, prefetch=0)
             pairs, step = iter(pipeline), dlrm.step_of(collection, pipeline.jit)
 
             def run(state: jaxsok.State, pair: Any, step: Callable = step) -> tuple[jaxsok.State, jaxsok.Stats]:
@@ -149,7 +184,7 @@ class Measured:
                 (state, *dense_part), (_, stats) = step((state, *dense_part), plan, batch["dense"], batch["label"])
                 return state, stats
 
-            self.time(records.DLRM, program, run, lambda _, pairs=pairs: next(pairs))
+            self.time(records.DLRM, program, run, lambda _, pairs=pairs: next(pairs), steps)
             while self.filled.state.ahead:
                 self.filled.state, _ = run(collection.drain(self.filled.state), next(pairs))
 
@@ -167,7 +202,9 @@ class Measured:
         read = jax.jit(peers.forward, out_shardings=split)
         self.time_reads(records.FORWARD, "take", lambda i: read(table, rows[i]), subject="xla")
 
-    def time(self, what: str, program: str, step: Callable[..., tuple], plan_of: Callable[[int], Any]) -> None:
+    def time(
+        self, what: str, program: str, step: Callable[..., tuple], plan_of: Callable[[int], Any], steps: int = STEPS
+    ) -> None:
         """Times steps, which donate the state; prints the kernels of one if asked."""
 
         def run(count: int) -> None:
@@ -179,7 +216,7 @@ class Measured:
             assert stats is not None
             self.stats = stats
 
-        self._time(what, program, run, optimizer=OPTIMIZER)
+        self._time(what, program, run, steps=steps, optimizer=OPTIMIZER)
         self.stats.check()
 
     def time_reads(self, what: str, program: str, run_one: Callable[[int], Any], subject: str = "jaxsok") -> None:
@@ -193,13 +230,21 @@ class Measured:
 
         self._time(what, program, run, subject=subject)
 
-    def _time(self, what: str, program: str, run: Callable[[int], None], subject: str = "jaxsok", **more: Any) -> None:
-        run(2 * NUM_KEY_SETS)
+    def _time(
+        self,
+        what: str,
+        program: str,
+        run: Callable[[int], None],
+        steps: int = STEPS,
+        subject: str = "jaxsok",
+        **more: Any,
+    ) -> None:
+        run(2 * NUM_KEY_SETS if steps == STEPS else 2 * steps)  # the latter also fill caches
         times = []
         for _ in range(self.options.repetitions):
             begin = time.perf_counter()
-            run(STEPS)
-            times.append((time.perf_counter() - begin) / STEPS * 1e3)
+            run(steps)
+            times.append((time.perf_counter() - begin) / steps * 1e3)
         # Every process runs the steps of the profile, since all of them meet in each.
         launched = list_launched(functools.partial(run, NUM_KEY_SETS), NUM_KEY_SETS) if self.options.profile else {}
         if self.recorder is None:
@@ -213,7 +258,7 @@ class Measured:
                 workload.name,
                 what,
                 subject,
-                summary(times, STEPS),
+                summary(times, steps),
                 distribution=self.distribution,
                 variant=f"{scaling} x{self.mesh.size} {program} {self.wire}",
                 num_keys=workload.num_keys,
