@@ -97,6 +97,17 @@ def step_of(collection: jaxsok.Collection, jit: Callable = jax.jit) -> Callable[
     return step
 
 
+def call_of(collection: jaxsok.Collection, jit: Callable = jax.jit) -> Callable[..., tuple]:
+    """Returns the same for several steps in one call, whose batches are stacked."""
+    step = step_of(collection, lambda step, **_: step)
+
+    @functools.partial(jit, donate_argnums=0)
+    def call(carry: tuple, *stacked: Any) -> tuple:
+        return lax.scan(lambda carry, inputs: step(carry, *inputs), carry, stacked)
+
+    return call
+
+
 def _on_all(collection: jaxsok.Collection, tree: Any) -> Any:
     """Makes arrays the same on each device of a collection, inside a program."""
     shards = collection.shards

@@ -1,6 +1,6 @@
 """Steps on a mesh with one process for each GPU, where every process dispatches for its own device.
 
-Question: what does a step cost when no host feeds several GPUs?
+Question: what does a step cost when no host feeds several GPUs? `--gpus-each 4` asks the same for one that does.
 Workload: as in `bench_exchange.py`: M1 (8,192 samples a device), W1 and W5 (their bags shared out); rowwise Adagrad,
           all keys present, gradients are the embeddings.
 Limit:    the wire, in `bench_exchange.py`, and the step with its plan ready.
@@ -9,12 +9,12 @@ Command:  one process a GPU, started together, each with its own number:
           --out results.json` and so on; process 0 writes the file, which `benchmarks.report` reads
 Last result: docs/results/many_gpus.md, "Four H200s"; fed steps: docs/results/raw_batches.md.
 
-Wall time of 50 steps, the host waiting after the last; the median of the repetitions. All processes take the same
+Wall time of 48 steps, the host waiting after the last; the median of the repetitions. All processes take the same
 number of steps, so nothing is adapted to the times. *plan*: the plan alone; *planned*: the step with its plan ready;
 *pipelined*: plan and step, in one program by `Pipeline.jit`, with batches packed beforehand; *two programs*: the same,
-where the pipeline dispatches plans; *fed*: as *pipelined*, from a reader's batches, which are packed meanwhile;
-*forward*: an evaluation lookup with its plan ready, next to that of a row-sharded `jnp.take`; *DLRM*: the step of
-`dlrm.py`, pipelined.
+where the pipeline dispatches plans; *stacked*: as *pipelined*, eight steps a call (`steps_per_call`); *fed*: from a
+reader's batches, which are packed meanwhile; *forward*: an evaluation lookup with its plan ready, next to that of a
+row-sharded `jnp.take`; *DLRM*: the step of `dlrm.py`, pipelined.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxsok
@@ -41,8 +42,11 @@ from .records import BAGS, PROCESSES, Record, Recorder
 from .timing import list_launched, summary
 
 NUM_KEY_SETS = 4
-STEPS = 50
+PER_CALL = 8
+"""Steps of a call, where a call has several."""
+STEPS = 48
 CACHE_STEPS = 16
+"""Steps of a repetition; with rows in host memory each has keys of its own."""
 REPETITIONS = 7
 OPTIMIZER = "rowwise_adagrad"
 
@@ -56,13 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workloads", default="M1", help="of M1, M1-64, W1 and W5, as in M1,W1:zipf1.05,W5")
     parser.add_argument("--wires", default="float32,bfloat16", help="dtypes of rows and gradients between devices")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rows and samples")
+    parser.add_argument("--gpus-each", type=int, default=1, help="GPUs of each process")
     parser.add_argument("--cache", type=float, help="rows in host memory, this share of them cached: DLRM alone")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--profile", action="store_true", help="also print the kernels of process 0")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results; default: none")
     parser.add_argument("--commit", help="commit of the code, where there is no repository to ask")
     options = parser.parse_args(arguments)
-    local = [options.process_id] if jax.config.jax_platforms != "cpu" else None
+    first = options.process_id * options.gpus_each
+    local = list(range(first, first + options.gpus_each)) if jax.config.jax_platforms != "cpu" else None
     jax.distributed.initialize(options.coordinator, options.num_processes, options.process_id, local_device_ids=local)
     shown = {"processes": options.num_processes, "workloads": options.workloads, "wires": options.wires}
     shown |= {"scale": options.scale, "repetitions": options.repetitions, "quick": False, "parts": ["exchange"]}
@@ -92,7 +98,7 @@ class Measured:
         if options.cache is not None:
             self.workload = dataclasses.replace(self.workload, num_rows=bench_tiers.NUM_ROWS).scale(options.scale)
             self.memory = jaxsok.HostMemory(device_rows=options.cache)
-            num_key_sets = CACHE_STEPS * (options.repetitions + 2) * 2
+            num_key_sets = CACHE_STEPS * (options.repetitions + 2) * 3
         self.filled = fill.fill_tables(self.workload, OPTIMIZER, self.mesh, memory=self.memory)
         drawn = workloads.draw_batches(self.workload, distribution, num_key_sets, seed=0)
         mine = self.workload.num_bags // options.num_processes
@@ -122,18 +128,24 @@ class Measured:
             embeddings, state, plan = collection.lookup(state, features)
             return collection.update(state, plan, embeddings)
 
-        def time_pipeline(program: str, pipeline: Pipeline, jit: Callable) -> None:
-            pairs = iter(pipeline)
-            self.time(records.STEP, program, jit(train, donate_argnums=0), lambda _: next(pairs)[1])
+        def call(state: jaxsok.State, plans: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
+            return lax.scan(train, state, plans)
+
+        def time_pipeline(program: str, pipeline: Pipeline, jit: Callable, per_call: int = 1) -> None:
+            pairs, step = iter(pipeline), jit(train if per_call == 1 else call, donate_argnums=0)
+            self.time(records.STEP, program, step, lambda _: next(pairs)[1], per_call=per_call)
             pairs.close()
 
         for program in ("pipelined", "two programs"):
             pipeline = Pipeline(Packed(collection), itertools.cycle(batches), prefetch=0)
             time_pipeline(program, pipeline, pipeline.jit if program == "pipelined" else jax.jit)
+        stacked = Pipeline(Packed(collection), itertools.cycle(batches), prefetch=0, steps_per_call=PER_CALL)
+        time_pipeline("stacked", stacked, stacked.jit, PER_CALL)
         if self.wire.endswith("float32"):
-            for prefetch in (0, 2):
-                fed = collection.pipeline(itertools.cycle(raws), prefetch=prefetch)
-                time_pipeline(f"fed, prefetch={prefetch}", fed, fed.jit)
+            for per_call, prefetch in itertools.product((1, PER_CALL), (0, 2)):
+                fed = collection.pipeline(itertools.cycle(raws), prefetch=prefetch, steps_per_call=per_call)
+                name = "fed" if per_call == 1 else "fed, stacked"
+                time_pipeline(f"{name}, prefetch={prefetch}", fed, fed.jit, per_call)
         step, forward = jax.jit(train, donate_argnums=0), jax.jit(collection.find)
         sizes = tuple(max(sizes) for sizes in pipeline.send_capacities)
         plans = [collection.plan(batch.features, send_capacity=sizes) for batch in batches]
@@ -144,7 +156,8 @@ class Measured:
     def measure_dlrm(self, collection: jaxsok.Collection) -> None:
         """Times the step of MLPerf's DLRM: alone, with an exact lookup ahead, and with one that is an update stale."""
         batches = itertools.cycle(self.dlrm_batches(collection))
-        programs = {"pipelined": LookAhead(), "exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
+        programs: dict[str, LookAhead | int] = {"pipelined": LookAhead(), "stacked": PER_CALL}
+        programs |= {"exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
         self.time_dlrm(collection, programs, lambda: batches, STEPS)
 
     def measure_cache(self, share: float) -> None:
@@ -152,6 +165,7 @@ class Measured:
         collection = fill.collection_of(self.workload, OPTIMIZER, self.mesh, memory=self.memory)
         batches = iter(self.dlrm_batches(collection))
         programs = {f"{share:.0%} cached": LookAhead(), f"{share:.0%} cached, exact ahead": LookAhead(1)}
+        programs[f"{share:.0%} cached, stacked"] = PER_CALL
         num_each = len(self.ids) // len(programs)
         self.time_dlrm(collection, programs, lambda: itertools.islice(batches, num_each), CACHE_STEPS)
 
@@ -168,15 +182,17 @@ class Measured:
     def time_dlrm(
         self,
         collection: jaxsok.Collection,
-        programs: Mapping[str, LookAhead],
+        programs: Mapping[str, LookAhead | int],
         batches_of: Callable[[], Iterable[Batch]],
         steps: int,
     ) -> None:
-        """Times the step of MLPerf's DLRM with lookups ahead as `programs` say."""
+        """Times the step of MLPerf's DLRM with lookups ahead, or with so many steps a call, as `programs` say."""
         dense_part = dlrm.init_for(collection, self.workload.dim)
-        for program, ahead in programs.items():
-            pipeline = Pipeline(Packed(collection), batches_of(), ahead=ahead, prefetch=0)
-            pairs, step = iter(pipeline), dlrm.step_of(collection, pipeline.jit)
+        for program, how in programs.items():
+            ahead, per_call = (LookAhead(), how) if isinstance(how, int) else (how, 1)
+            pipeline = Pipeline(Packed(collection), batches_of(), ahead=ahead, prefetch=0, steps_per_call=per_call)
+            make = dlrm.step_of if per_call == 1 else dlrm.call_of
+            pairs, step = iter(pipeline), make(collection, pipeline.jit)
 
             def run(state: jaxsok.State, pair: Any, step: Callable = step) -> tuple[jaxsok.State, jaxsok.Stats]:
                 nonlocal dense_part
@@ -184,7 +200,7 @@ class Measured:
                 (state, *dense_part), (_, stats) = step((state, *dense_part), plan, batch["dense"], batch["label"])
                 return state, stats
 
-            self.time(records.DLRM, program, run, lambda _, pairs=pairs: next(pairs), steps)
+            self.time(records.DLRM, program, run, lambda _, pairs=pairs: next(pairs), steps, per_call)
             while self.filled.state.ahead:
                 self.filled.state, _ = run(collection.drain(self.filled.state), next(pairs))
 
@@ -203,13 +219,19 @@ class Measured:
         self.time_reads(records.FORWARD, "take", lambda i: read(table, rows[i]), subject="xla")
 
     def time(
-        self, what: str, program: str, step: Callable[..., tuple], plan_of: Callable[[int], Any], steps: int = STEPS
+        self,
+        what: str,
+        program: str,
+        step: Callable[..., tuple],
+        plan_of: Callable[[int], Any],
+        steps: int = STEPS,
+        per_call: int = 1,
     ) -> None:
         """Times steps, which donate the state; prints the kernels of one if asked."""
 
         def run(count: int) -> None:
             state, stats = self.filled.state, None
-            for i in range(count):
+            for i in range(count // per_call):
                 state, stats = step(state, plan_of(i))
             self.filled.state = state
             jax.block_until_ready((state, stats))
@@ -239,7 +261,7 @@ class Measured:
         subject: str = "jaxsok",
         **more: Any,
     ) -> None:
-        run(2 * NUM_KEY_SETS if steps == STEPS else 2 * steps)  # the latter also fill caches
+        run(3 * PER_CALL if steps == STEPS else 2 * steps)  # the latter also fill caches
         times = []
         for _ in range(self.options.repetitions):
             begin = time.perf_counter()
@@ -252,7 +274,8 @@ class Measured:
         workload, scaling = self.workload, default_scaling(self.workload.name)
         num_rows = workload.num_tables * workload.num_rows
         notes = {"scaling": scaling, "num_samples": workload.num_bags, "num_rows": num_rows}
-        notes |= {"program": program, "wire": self.wire, "front_end": PROCESSES, "least_ms": min(times)}
+        front_end = PROCESSES if self.options.num_processes > 1 else "jit"
+        notes |= {"program": program, "wire": self.wire, "front_end": front_end, "least_ms": min(times)}
         self.recorder.add(
             Record(
                 workload.name,

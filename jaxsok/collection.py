@@ -265,6 +265,7 @@ class Collection:
         lookahead: int = 0,
         staleness: int = 0,
         micro_batches: int = 1,
+        steps_per_call: int = 1,
         prefetch: int = pipeline_lib.PACKED_AHEAD,
     ) -> "pipeline_lib.Pipeline":
         """Iterates over (batch, plan) of raw batches, made while earlier steps run.
@@ -281,10 +282,14 @@ class Collection:
           staleness: d: the next d batches are looked up before the updates between them, so that the rows of a batch
             miss d updates (fewer for the first batches, and after `drain`). It includes lookahead.
           micro_batches: how many batches one update takes, where there are lookups ahead.
-          prefetch: batches that a thread reads and packs further ahead. 0: no thread. The calling thread then reads two
-            batches ahead, and the library's threads pack the second of them while it dispatches a step. Python threads
-            that wait for each other cost 0.1 to 0.3 ms a batch (docs/results/many_gpus.md): try 0 where steps take
-            about a millisecond and the next raw batch is there when it is asked for.
+          steps_per_call: n: each (batch, plan) is of up to n steps, stacked along a leading axis, for a `lax.scan` over
+            them: one call for n steps, which pays where the host sets the pace (docs/compiled_steps.md). Batches of
+            another form, and the last ones, come as shorter stacks, each length a program of the step.
+          prefetch: batches (with `steps_per_call` calls) that a thread reads and packs further ahead. 0: no thread. The
+            calling thread then reads two batches ahead, and the library's threads pack the second of them while it
+            dispatches a step. Python threads that wait for each other cost 0.1 to 0.3 ms a batch
+            (docs/results/many_gpus.md): try 0 where steps take about a millisecond and the next raw batch is there when
+            it is asked for.
 
         Returns:
           An iterator. Its `get_state()` is that of a Grain iterator as it was after the batch handed out last.
@@ -303,6 +308,7 @@ class Collection:
         checks.integer("pipeline: lookahead", lookahead, 0)
         checks.integer("pipeline: staleness", staleness, 0)
         checks.integer("pipeline: micro_batches", micro_batches, 1)
+        checks.integer("pipeline: steps_per_call", steps_per_call, 1)
         checks.integer("pipeline: prefetch", prefetch, 0)
         if lookahead > max(1, staleness):
             raise ValueError(
@@ -311,8 +317,13 @@ class Collection:
             )
         if staleness and micro_batches > 1:
             raise ValueError(f"pipeline: micro_batches: got {micro_batches} with staleness {staleness}, wanted 1.")
+        if steps_per_call > 1 and (lookahead or staleness):
+            raise ValueError(
+                f"pipeline: steps_per_call: got {steps_per_call} with lookups ahead, wanted 1: the first and the last "
+                "steps of lookups ahead are programs of their own."
+            )
         ahead = pipeline_lib.LookAhead(max(lookahead, staleness), staleness, micro_batches)
-        return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch)
+        return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch, steps_per_call)
 
     @annotations.annotate("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:

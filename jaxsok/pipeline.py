@@ -14,6 +14,9 @@ plan, which ran before step k - 1, so it does not wait. On one device plans are 
 
 A step made by `Pipeline.jit` also makes the plan of batch k + 3, in the same program: the host then dispatches one
 program a step in place of two. What such a step leaves undone is planned by a program of its own.
+
+With `steps_per_call` all this holds of calls in place of batches: the batches of a call are stacked on the devices, and
+planned by one program.
 """
 
 import concurrent.futures
@@ -155,8 +158,10 @@ class Pipeline:
         pad_to: PadTo = None,
         ahead: LookAhead = LookAhead(),
         prefetch: int = PACKED_AHEAD,
+        steps_per_call: int = 1,
     ):
-        self._collection, self._ahead, self._prefetch = collection, ahead, prefetch
+        self._collection, self._ahead = collection, ahead
+        self._steps_per_call, self._num_packed = steps_per_call, (prefetch or PACKED_AHEAD) * steps_per_call
         self._batches = iter(batches)
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
@@ -165,6 +170,7 @@ class Pipeline:
         self._packed: deque[concurrent.futures.Future[_Read] | _Stages] = deque()
         # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
         # After a loop that breaks off a second one goes on with them.
+        self._held: tuple[Batch, Any] | None = None  # read, but of another form than the batches before it
         self._under_way: deque[_Coming] = deque()
         self._ready: deque[_Coming] = deque()
         self._states: deque[Any] = deque()
@@ -277,7 +283,7 @@ class Pipeline:
             self._make_ready(1)
             while ready:
                 self._make_ready(1 + self._ahead.reach)
-                self._pack(self._prefetch or PACKED_AHEAD)
+                self._pack(self._num_packed)
                 coming = ready.popleft()
                 plan = self._with_following(coming.batch, not_none(coming.plan))
                 self._state = self._states.popleft()
@@ -374,16 +380,10 @@ class Pipeline:
 
     def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
         """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
-        self._pack(1)
-        if not self._packed:
+        if (taken := self._take_call()) is None:
             return False
-        packed = self._packed.popleft()
-        if (error := packed.exception()) or (found := packed.result()) is None:
-            self._failed = self._failed or error
-            return False
-        packing, state = found
+        batch, state = taken
         self._states.append(state)
-        batch = self._collection.packer.finish(packing)
         sizes = self._sizes_of(batch.features)
         leaves, structure = jax.tree.flatten(batch.features)
         structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -398,6 +398,39 @@ class Pipeline:
         if not is_left:
             self._plan_left()
         return True
+
+    def _take_call(self) -> tuple[Batch, Any] | None:
+        """Returns the batches of the next call, stacked where it may have several, and the iterator's state after them.
+
+        Batches of another form wait for the next call. None: there is no further batch.
+        """
+        if self._steps_per_call == 1:
+            return self._take_batch()
+        batches, state, form = [], None, None
+        while len(batches) < self._steps_per_call and (taken := self._take_batch()) is not None:
+            of_next = _form_of(taken[0])
+            if batches and of_next != form:
+                self._held = taken
+                break
+            batch, state = taken
+            batches.append(batch)
+            form = of_next
+        return (_stack(self._collection.shards, batches), state) if batches else None
+
+    def _take_batch(self) -> tuple[Batch, Any] | None:
+        """Returns the next batch, and the iterator's state after it; None: there is no further batch."""
+        if (taken := self._held) is not None:
+            self._held = None
+            return taken
+        self._pack(1)
+        if not self._packed:
+            return None
+        packed = self._packed.popleft()
+        if (error := packed.exception()) or (found := packed.result()) is None:
+            self._failed = self._failed or error
+            return None
+        packing, state = found
+        return self._collection.packer.finish(packing), state
 
     def _sizes_of(self, features: Features) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
@@ -457,6 +490,26 @@ def _run(stages: Generator[None, None, _Read], settings: tuple | None) -> _Read:
     """Runs all stages in the reader's thread, in the settings of the caller's."""
     with contextlib.nullcontext() if settings is None else in_settings(settings):
         return _Stages(stages).result()
+
+
+def _form_of(batch: Batch) -> tuple:
+    """Returns the structure of a batch, and the shape and dtype of each array; refuses what cannot be stacked."""
+    for name, value in batch.rest.items():
+        for leaf in jax.tree.leaves(value):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+                raise TypeError(
+                    f'pipeline: steps_per_call: entry "{name}" of a batch: got {type(leaf).__name__}, wanted arrays '
+                    "and numbers, since the batches of a call are stacked."
+                )
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, [(np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _stack(shards: Shards, batches: Sequence[Batch]) -> Batch:
+    """Stacks batches of one form along a new leading axis."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    return dataclasses.replace(stacked, features=shards.split_stacked(stacked.features))
 
 
 def _is_in_one_round(plan: Plan) -> bool:

@@ -73,6 +73,10 @@ class Shards:
         """Calls `body` on every shard; at once where the caller sees parts already."""
         return body(*args)
 
+    def split_stacked(self, tree: Any) -> Any:
+        """Splits the arrays of batches that were stacked along a leading axis, in a program."""
+        return tree
+
     def index(self) -> Any:
         """Returns the number of this shard (inside)."""
         return 0
@@ -225,6 +229,9 @@ class MeshShards(Shards):
                 "none."
             )
         return bool(manual)
+
+    def split_stacked(self, tree: Any) -> Any:
+        return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P(None, *self.spec)))
 
     def index(self) -> Int32[Array, ""]:
         return lax.axis_index(self.axis)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import lookup as lookup_lib, stats as stats_lib, tickets, tiers
 from jaxsok.checks import not_none
+from jaxsok.coming import num_stacked
 from jaxsok.features import NO_FEATURES, Features
 from jaxsok.gradients import Gradients, Used
 from jaxsok.kernels.tickets import Ticket
@@ -311,18 +312,23 @@ def _plan_on_shards(
 ) -> tuple[Plan, Loads]:
     """Returns a plan without its features, and its loads if asked; on GPUs they lie in pinned memory of the host.
 
-    A copy that the host asks for costs the thread that dispatches 0.2 ms (docs/results/many_gpus.md).
+    A copy that the host asks for costs the thread that dispatches 0.2 ms (docs/results/many_gpus.md). Stacked batches
+    get stacked plans, and the largest load of them all.
     """
-    split = steps.shards.spec
+    is_stacked = num_stacked(features) > 0
+    split = P(None, *steps.shards.spec) if is_stacked else steps.shards.spec
 
     def plan_part(part: Features) -> Plan:
         return dataclasses.replace(steps.plan(part, send_capacities), features=NO_FEATURES)
 
-    plan = steps.shards.run(plan_part, (features,), (split,), split)
+    plan_parts = functools.partial(lax.map, plan_part) if is_stacked else plan_part
+    plan = steps.shards.run(plan_parts, (features,), (split,), split)
     if not with_loads:
         return plan, ()
     assert isinstance(steps.shards, MeshShards)
     loads = tuple(asked and asked.load for asked in not_none(plan.asked))
+    if is_stacked:
+        loads = jax.tree.map(lambda load: load.max(axis=0), loads)
     # A copy to the host ends a CUDA graph, so it comes last.
     loads, _ = lax.optimization_barrier((loads, plan))
     return plan, steps.shards.to_host(loads)
