@@ -29,7 +29,7 @@ from jaxsok import data
 FREE = {
     "cache_dir", "checkpoint_dir", "checkpoint_every", "convert", "distributed", "heartbeat_timeout_s", "lookahead",
     "num_devices", "num_processes", "num_threads", "placement", "plot", "process_id", "replicate_rows", "show_progress",
-    "wire",
+    "steps_per_call", "wire",
 }  # fmt: skip
 """Fields that may change when a run goes on."""
 
@@ -93,6 +93,8 @@ class Config:
     """1: each step looks the next batch up too, with the same results (docs/lookups_ahead.md)."""
     staleness: int = 0
     """Updates that the rows of a batch may miss."""
+    steps_per_call: int = 1
+    """Steps of one call, with the same results (docs/compiled_steps.md)."""
     distributed: bool = False
     """Whether a launcher started several of this process."""
     num_processes: int | None = None
@@ -230,6 +232,7 @@ def train(
         grows=grows,
         lookahead=config.lookahead,
         staleness=config.staleness,
+        steps_per_call=config.steps_per_call,
     )
     label, probabilities, missing_keys = evaluate(
         collection, fitted.tables, graphdef, fitted.dense[0], held_out, config.batch_size
@@ -382,6 +385,8 @@ def add_options(parser: argparse.ArgumentParser, default: Config, optimizers: It
     add("--lookahead", type=int, default=default.lookahead, choices=(0, 1),
         help="batches that are looked up ahead, with the same results")  # fmt: skip
     add("--staleness", type=int, default=default.staleness, help="updates that the rows of a batch may miss")
+    add("--steps-per-call", type=int, default=default.steps_per_call,
+        help="steps of one call, with the same results, for steps of a few milliseconds and less")  # fmt: skip
     add("--distributed", action="store_true", help="one of several processes: under SLURM, Open MPI, or with "
         "JAX_COORDINATOR_ADDRESS set and the two options that follow")  # fmt: skip
     add("--num-processes", type=int, help="how many processes, if no launcher says (default: $NUM_PROCESSES)")

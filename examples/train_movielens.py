@@ -355,7 +355,7 @@ def train_dense(
     with history, training.CtrlC() as ctrl_c:
         for rows in itertools.chain.from_iterable(batches_of(log, config.batch_size) for _ in range(config.epochs)):
             state, loss = step(state, to_places(rows, genres, vocabulary, config.batch_size))
-            history.add(loss, None, len(rows))
+            history.add(loss, None, [len(rows)])
             if ctrl_c.asks_to_stop(history.num_steps):
                 break
     probabilities = [

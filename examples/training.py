@@ -36,13 +36,14 @@ class CtrlC:
     def __init__(self):
         self.has_stopped = False
         """The last answer of `asks_to_stop`, the same in all processes; Ctrl-C after that has nothing to stop."""
-        self._is_pressed = False
+        self._is_pressed, self._num_steps = False, 0
 
     def asks_to_stop(self, num_steps: int) -> bool:
-        """Says after a step whether Ctrl-C was pressed, in whichever process."""
+        """Says after a step, or several, whether Ctrl-C was pressed, in whichever process."""
+        before, self._num_steps = self._num_steps, num_steps
         if jax.process_count() == 1:
             self.has_stopped = self._is_pressed
-        elif num_steps % self.AGREE_EVERY == 0:
+        elif before // self.AGREE_EVERY < num_steps // self.AGREE_EVERY:
             self.has_stopped = bool(multihost_utils.process_allgather(np.array(self._is_pressed)).any())
         return self.has_stopped
 
@@ -111,13 +112,14 @@ class History:
         self._fixed_rows = np.array(fixed_rows)
         self._bar = tqdm(total=num_samples, unit=" samples", unit_scale=True, disable=not show_progress)
         self._losses, self._growth, self._capacity, self._samples = [], [], [], [0]
+        self._pending = []  # losses and statistics of calls, perhaps still on the way
         self._shown_at = []  # (steps, seconds) when all of them were done
         self._num_restored = 0
 
     @property
     def num_steps(self) -> int:
         """Steps so far, those of an interrupted run included."""
-        return len(self._losses)
+        return len(self._samples) - 1
 
     def restore(self, curves: dict[str, np.ndarray]) -> None:
         """Goes on after the steps of an interrupted run."""
@@ -148,16 +150,16 @@ class History:
         finally:
             self._bar.close()
 
-    def add(self, loss: jax.Array, stats: jaxsok.Stats | None, num_samples: int) -> None:
-        """Records a step that was dispatched."""
-        self._losses.append(loss)
-        self._growth.append(stats)
+    def add(self, loss: jax.Array, stats: jaxsok.Stats | None, num_samples: Sequence[int]) -> None:
+        """Records the steps of a call that was dispatched, stacked if there may be several; `num_samples` has each."""
+        self._pending.append((loss, stats))
         # Tables of one store have the same capacity.
         capacities = [self._fixed_rows.sum()] if stats is None else _by_store(stats).values()
-        self._capacity.append(sum(capacities))
-        self._samples.append(self._samples[-1] + num_samples)
-        self._bar.update(num_samples)
-        if self.num_steps % self.SHOW_EVERY == 0:
+        for num in num_samples:
+            self._capacity.append(sum(capacities))
+            self._samples.append(self._samples[-1] + num)
+        self._bar.update(sum(num_samples))
+        if self.num_steps - self._shown_at[-1][0] >= self.SHOW_EVERY:
             self._wait()
 
     def _wait(self) -> None:
@@ -165,11 +167,13 @@ class History:
         first = self._shown_at[-1][0]
         if first == self.num_steps:
             return
-        for i in range(first, self.num_steps):
-            if (stats := self._growth[i]) is not None:
+        for loss, stats in self._pending:
+            if stats is not None:
                 stats.check()
-            self._growth[i] = self._fixed_rows if stats is None else np.asarray(stats.num_rows)
-            self._losses[i] = np.asarray(self._losses[i])
+            rows = self._fixed_rows if stats is None else np.asarray(stats.num_rows)
+            self._growth += list(rows.reshape(-1, rows.shape[-1]))
+            self._losses += list(np.asarray(loss).reshape(-1))
+        self._pending = []
         self._shown_at.append((self.num_steps, time.perf_counter() - self._start))
         self._bar.set_postfix(loss=f"{np.mean(self._losses[first:]):.4f}", keys=f"{self._growth[-1].sum():,}")
 
@@ -298,9 +302,11 @@ class Checkpoints:
             )
         return Training(found["tables"], found["dense"], found["data"]["iterator"], found["curves"])
 
-    def is_due(self, num_steps: int) -> bool:
-        """Says whether to save after this step."""
-        return self._manager is not None and self._every is not None and num_steps % self._every == 0
+    def is_due(self, before: int, num_steps: int) -> bool:
+        """Says whether to save after so many steps, when there was last a chance to after `before`."""
+        return (
+            self._manager is not None and self._every is not None and before // self._every < num_steps // self._every
+        )
 
     def save(
         self, collection: jaxsok.Collection, state: jaxsok.State, dense: Any, pipeline: Any, history: History
@@ -381,6 +387,7 @@ def fit(
     pad_to: int | None = None,
     lookahead: int = 0,
     staleness: int = 0,
+    steps_per_call: int = 1,
 ) -> Fitted:
     """Trains to the end of the data or until Ctrl-C; goes on where an interrupted run stopped.
 
@@ -399,6 +406,7 @@ def fit(
       pad_to: as of `collection.batch`.
       lookahead: as of `collection.pipeline`.
       staleness: as of `collection.pipeline`.
+      steps_per_call: as of `collection.pipeline`; the run is shown, saved and stopped between calls.
     """
     if (saved := checkpoints.restore(collection, dense)) is None:
         state, (params, opt_state) = init(), dense
@@ -411,21 +419,40 @@ def fit(
         return collection.ahead(jax.jit(step, **options))  # growth finds its program compiled
 
     with history, CtrlC() as ctrl_c:
-        pipeline = collection.pipeline(iterator, pad_to=pad_to, lookahead=lookahead, staleness=staleness)
-        step = pipeline.jit(step, jit=compile_ahead, donate_argnums=(0, 1, 2))  # on a mesh it also plans a later batch
+        pipeline = collection.pipeline(
+            iterator, pad_to=pad_to, lookahead=lookahead, staleness=staleness, steps_per_call=steps_per_call
+        )
+        # On a mesh a call also plans later batches.
+        call = step if steps_per_call == 1 else scan_over(step)
+        call = pipeline.jit(call, jit=compile_ahead, donate_argnums=(0, 1, 2))
         is_stopped, coming = False, range(1, max(lookahead, staleness) + 1)
         for batch, plan in pipeline:
-            if is_stopped or any(checkpoints.is_due(history.num_steps + i) for i in coming):
+            before = history.num_steps
+            if is_stopped or any(checkpoints.is_due(before + i - 1, before + i) for i in coming):
                 state = collection.drain(state)  # what is saved has no lookup in flight
             if grows:
                 state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
-            state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
-            history.add(loss, stats, num_samples(history.num_steps))
+            state, params, opt_state, loss, stats = call(state, params, opt_state, batch, plan)
+            history.add(loss, stats, [num_samples(before + i) for i in range(loss.size)])
             is_stopped = ctrl_c.asks_to_stop(history.num_steps)
             ends = is_stopped and not state.ahead
-            if ends or checkpoints.is_due(history.num_steps):
+            if ends or checkpoints.is_due(before, history.num_steps):
                 checkpoints.save(collection, state, (params, opt_state), pipeline, history)
             if ends:
                 break
     checkpoints.finish()
     return Fitted(state, (params, opt_state), ctrl_c.has_stopped, history.summary())
+
+
+def scan_over(step: Callable) -> Callable:
+    """Makes a call of several steps, whose batches and plans are stacked, of a step as `fit` takes it."""
+
+    def call(state: jaxsok.State, params: Any, opt_state: Any, batches: Any, plans: Any) -> tuple:
+        def body(carry: tuple, inputs: tuple) -> tuple:
+            *carry, loss, stats = step(*carry, *inputs)
+            return tuple(carry), (loss, stats)
+
+        carry, outputs = jax.lax.scan(body, (state, params, opt_state), (batches, plans))
+        return *carry, *outputs
+
+    return call

@@ -36,6 +36,7 @@ from jaxsok import (
     table_import,
 )
 from jaxsok.caches import CacheStats
+from jaxsok.coming import num_stacked
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker
 from jaxsok.host_slabs import commit_to_device, with_host_slabs
@@ -962,6 +963,7 @@ class Collection:
         num_rows: int | Mapping[str, int] | None = None,
         steps: int = 1,
         lookahead: int = 0,
+        steps_per_call: int = 1,
         device_bytes: int | None = None,
         memory_fraction: float = memory_lib.MEMORY_FRACTION,
     ) -> memory_lib.MemoryEstimate:
@@ -969,10 +971,11 @@ class Collection:
 
         Args:
           state: whose capacities are counted; None: as `init` makes it, or as `grow` makes it for `num_rows`.
-          batch: the batch of a step, of `batch`, or its features. None: the state alone is counted.
+          batch: the batch of a step, or of several stacked ones, or its features. None: the state alone is counted.
           num_rows: rows that the tables will come to have, as for `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
           lookahead: batches that are looked up ahead, as for `pipeline`.
+          steps_per_call: that of `pipeline`.
           device_bytes: memory of one device: whether the total fits, and how many rows would.
           memory_fraction: the part of `device_bytes` that XLA gives to arrays.
 
@@ -985,11 +988,13 @@ class Collection:
             parts = [features_lib.shapes_of(store, (), {}) for store in self.stores]
         else:
             check_features("memory_estimate", self, features)
+            if num_stacked(features):
+                features = jax.tree.map(lambda words: jax.ShapeDtypeStruct(words.shape[1:], words.dtype), features)
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
         if state is not None:
             check_state("memory_estimate", self, state)
         capacities = None if state is None else [store.capacity // num_shards for store in state.stores]
-        of_step, of_device = (steps, lookahead), (device_bytes, memory_fraction)
+        of_step, of_device = (steps, lookahead, steps_per_call), (device_bytes, memory_fraction)
         exchange = dataclasses.replace(self.exchange, wire=self._steps.strategy.wire or "dense")  # it is known here
         return memory_lib.estimate(
             self.tables, self.stores, parts, capacities, num_rows, exchange, *of_step, *of_device

@@ -221,6 +221,7 @@ def memory_estimate(
     exchange: ExchangeSpec | None = None,
     steps: int = 1,
     lookahead: int = 0,
+    steps_per_call: int = 1,
     device_bytes: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> MemoryEstimate:
@@ -239,6 +240,7 @@ def memory_estimate(
       steps: between two calls of `grow`: so much is held in reserve.
       lookahead: batches that are looked up ahead (`Collection.pipeline`): of each the batch, its plan, and embeddings,
         which only stale lookups hold.
+      steps_per_call: that of `Collection.pipeline`: so many batches are stacked, on a mesh with their plans.
       device_bytes: memory of one device: whether the total fits, and how many rows would.
       memory_fraction: the part of `device_bytes` that XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
@@ -261,7 +263,8 @@ def memory_estimate(
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
     parts = [features_lib.shapes_of(store, features if sizes else (), sizes) for store in stores]
     device = {"device_bytes": device_bytes, "memory_fraction": memory_fraction}
-    return estimate(tables, stores, parts, None, num_rows, exchange, steps=steps, lookahead=lookahead, **device)
+    pipeline = {"lookahead": lookahead, "steps_per_call": steps_per_call}
+    return estimate(tables, stores, parts, None, num_rows, exchange, steps=steps, **pipeline, **device)
 
 
 def estimate(
@@ -273,6 +276,7 @@ def estimate(
     exchange: ExchangeSpec | None,
     steps: int,
     lookahead: int,
+    steps_per_call: int,
     device_bytes: int | None,
     memory_fraction: float,
 ) -> MemoryEstimate:
@@ -280,6 +284,7 @@ def estimate(
     op = "memory_estimate"
     checks.integer(f"{op}: steps", steps, 1)
     checks.integer(f"{op}: lookahead", lookahead, 0)
+    checks.integer(f"{op}: steps_per_call", steps_per_call, 1)
     if device_bytes is not None:
         checks.number(f"{op}: device_bytes", device_bytes, checks.ABOVE_ZERO, math.inf, "a number of bytes, above 0")
     checks.number(f"{op}: memory_fraction", memory_fraction, checks.ABOVE_ZERO, 1, "a number above 0, at most 1")
@@ -309,7 +314,7 @@ def estimate(
                 state=store_bytes(spec, capacity),
                 reserve=min(reserved, capacity) * row_bytes(spec),
                 num_keys=sum(layout.num_keys for layout in part.layouts),
-                step=_step_bytes(spec, part, exchange or ExchangeSpec(), lookahead),
+                step=_step_bytes(spec, part, exchange or ExchangeSpec(), lookahead, steps_per_call),
                 host_bytes=capacity * host_row_bytes(spec),
             )
         )
@@ -375,7 +380,9 @@ def _sizes(
     return sizes
 
 
-def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec, lookahead: int) -> dict[str, int]:
+def _step_bytes(
+    spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec, lookahead: int, steps_per_call: int
+) -> dict[str, int]:
     """Counts what a step needs on one device for one store, by purpose; zeros for a store without features."""
     if not features.layouts:
         return dict.fromkeys(STEP, 0)
@@ -396,12 +403,13 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, exchange: ExchangeSpec
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
         lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
         workspace = max(lookup + initial * num_keys, update)
-        parts["batch"] *= 1 + lookahead + min(1, lookahead)  # the last is on its way
+        # The last are on their way; while they are stacked, there are two of each.
+        parts["batch"] *= 3 * steps_per_call if steps_per_call > 1 else 1 + lookahead + min(1, lookahead)
         plan = (1 + lookahead) * (4 * num_keys + found)
         return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _stage(spec, num_keys, workspace)
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
-    batches = 1 + lookahead + PLANS_AHEAD
-    parts["batch"] *= batches
+    batches = (1 + lookahead + PLANS_AHEAD) * steps_per_call
+    parts["batch"] *= batches + (steps_per_call if steps_per_call > 1 else 0)  # and those that are to be stacked
     if spec.sends_bags:
         num_bags = sum(layout.num_bags for layout in features.layouts)
         received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all

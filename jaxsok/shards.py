@@ -230,7 +230,14 @@ class MeshShards(Shards):
             )
         return bool(manual)
 
+    @functools.cached_property
+    def _explicit(self) -> set[str]:
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return {name for name, kind in types if kind == AxisType.Explicit}
+
     def split_stacked(self, tree: Any) -> Any:
+        if self._explicit.issuperset(self.axis):
+            return tree  # it is, by its types
         return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P(None, *self.spec)))
 
     def index(self) -> Int32[Array, ""]:
@@ -250,15 +257,15 @@ class MeshShards(Shards):
 
     def reshard(self, spec: P, tree: Any) -> Any:
         """Reshards arrays for `shard_map`: along explicit axes JAX moves nothing by itself."""
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = {name for name, kind in types if kind == AxisType.Explicit}
-        if not explicit:
+        if not (explicit := self._explicit):
             return tree
-        first = self.axis if spec == self.spec and explicit.issuperset(self.axis) else None
+        is_stacked = spec == P(None, *self.spec)
+        is_split = (is_stacked or spec == self.spec) and explicit.issuperset(self.axis)
+        first = [*[None] * is_stacked, self.axis if is_split else None]
 
         def reshard_leaf(leaf: Any) -> Any:
             kind = jax.typeof(leaf)
-            wanted = P(*[first][: kind.ndim], *[None] * (kind.ndim - 1))
+            wanted = P(*first[: kind.ndim], *[None] * (kind.ndim - len(first)))
             if kind.sharding.spec == wanted:
                 return leaf
             return jax.sharding.reshard(leaf, NamedSharding(self.mesh, wanted))

@@ -76,6 +76,25 @@ def train_step(collection):
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
+def train_stacked(collection, process, num_processes):
+    """Does the same as `train` with three steps a call."""
+    state, step, results = collection.init(seed=4), train_step(collection).__wrapped__, []
+    raws = (raw_batch(number, process, num_processes) for number in range(NUM_STEPS))
+    pipeline = collection.pipeline(raws, steps_per_call=3)
+
+    def scanned(state, inputs):
+        state, loss, stats = step(state, *inputs)
+        return state, (loss, stats)
+
+    call = pipeline.jit(lambda *args: jax.lax.scan(scanned, *args), donate_argnums=0)
+    for batch, plans in pipeline:
+        state, (losses, stats) = call(collection.grow(state, batch), (plans, batch["label"]))
+        stats.check()
+        inserted = np.asarray(stats.num_inserted).tolist()
+        results += zip(np.asarray(losses).tolist(), inserted, strict=True)
+    return state, results
+
+
 def train(collection, process=0, num_processes=1, *, in_step=lambda step: None, lookahead=0):
     """Trains some steps with growth through the pipeline; returns state, losses and counts."""
     state, step, results = collection.init(seed=4), train_step(collection), []
@@ -203,7 +222,10 @@ def do_job(job, number, num_processes, folder):
         if job == "killed" and number == 1 and step == KILLED_IN_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    state, results = train(collection, number, num_processes, in_step=in_step, lookahead=int(job == "train ahead"))
+    if job == "train stacked":
+        state, results = train_stacked(collection, number, num_processes)
+    else:
+        state, results = train(collection, number, num_processes, in_step=in_step, lookahead=int(job == "train ahead"))
     losses, inserted = zip(*results, strict=True)
     capacities = [store.capacity for store in state.stores]
     num_rows = collection.num_rows(state)

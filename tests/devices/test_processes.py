@@ -70,7 +70,7 @@ def results_of_jobs(jobs, folder, num_devices, timeout_s):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """Returns the results of jobs of two processes with two devices each."""
-    jobs = ("train", "operations", "evict", "host memory")
+    jobs = ("train", "train stacked", "operations", "evict", "host memory")
     return results_of_jobs(jobs, tmp_path_factory.mktemp("together"), 2, timeout_s=240)
 
 
@@ -96,15 +96,16 @@ def one_process(num_shards, wire="float32"):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(None, id="2 processes x 2 devices"),
+        pytest.param("train", id="2 processes x 2 devices"),
+        pytest.param("train stacked", id="2 processes x 2 devices, several steps a call"),
         pytest.param(("train narrow", 4, 1), id="4 processes x 1 device, narrow on the wire", marks=pytest.mark.slow),
         pytest.param(("train ahead", 2, 2), id="2 processes x 2 devices, lookups ahead", marks=pytest.mark.slow),
     ],
 )
 def trained(request, tmp_path_factory):
     """Returns the wire, and a training with growth over four devices in several processes."""
-    if request.param is None:
-        return "float32", request.getfixturevalue("together")["train"]
+    if isinstance(request.param, str):
+        return "float32", request.getfixturevalue("together")[request.param]
     job, *sizes = request.param
     return "narrow" if job == "train narrow" else "float32", results_of(job, tmp_path_factory.mktemp("trained"), *sizes)
 

@@ -179,22 +179,29 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").exists()
 
 
-@pytest.mark.parametrize("lookahead", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch, lookahead):
+@pytest.mark.parametrize(
+    ("options", "pressed", "restored"),
+    [
+        pytest.param({}, (3, 8), [0, 3, 8], marks=pytest.mark.slow, id="plain"),
+        pytest.param({"lookahead": 1}, (3, 8), [0, 4, 9], id="lookahead"),
+        pytest.param({"steps_per_call": 2}, (4, 8), [0, 4, 8], id="steps_per_call"),
+    ],
+)
+def test_an_interrupted_run_goes_on_at_the_next_batch(log, tmp_path, monkeypatch, options, pressed, restored):
     """Losses, keys and AUC of a run with two interruptions and changing devices are those of an uninterrupted run.
 
     With a lookup ahead, a run stops a step later, when the state is drained; the uninterrupted run has none.
     """
     config = dataclasses.replace(ROOMY, data=(log,), max_rows=2000, held_out_rows=400, shuffle=True, epochs=2)
     whole = train_dlrm.train(config)
-    config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run", checkpoint_every=5, lookahead=lookahead)
-    press_ctrl_c_after(monkeypatch, training.CtrlC, 3, 8)
+    config = dataclasses.replace(config, checkpoint_dir=tmp_path / "run", checkpoint_every=5, **options)
+    press_ctrl_c_after(monkeypatch, training.CtrlC, *pressed)
     results = [
         train_dlrm.train(dataclasses.replace(config, num_devices=number))
         for number in (1, min(2, jax.device_count()), 1)
     ]
     assert [result.is_interrupted for result in results] == [True, True, False]
-    assert [result.num_restored // SMALL.batch_size for result in results] == [0, 3 + lookahead, 8 + lookahead]
+    assert [result.num_restored // SMALL.batch_size for result in results] == restored
     last = results[-1]
     np.testing.assert_allclose(last.losses, whole.losses, rtol=2e-5)
     np.testing.assert_array_equal(last.growth, whole.growth)
@@ -275,7 +282,7 @@ def test_the_error_of_a_step_is_raised_as_it_is():
 
     with pytest.raises(jaxsok.TableFullError), training.History(30, False) as history:
         for number in range(30):
-            history.add(np.float32(1.0), Stats(number), 1)
+            history.add(np.float32(1.0), Stats(number), [1])
 
 
 def test_compressed_and_converted_logs_train_as_text(log, tmp_path):
