@@ -207,8 +207,9 @@ class _Bench:
         moved: dict[str, float],
         limit_ms: float | None = None,
         suffix: str = "",
-        **notes: Any,
+        **more: Any,
     ) -> None:
+        notes = {} if self._num_devices == 1 else {"num_devices": self._num_devices}
         variant = "all on the device" if self._share is None else f"{self._share:.0%} in the cache{suffix}"
         if self._num_devices > 1:
             variant += f", {self._num_devices} devices"
@@ -223,6 +224,6 @@ class _Bench:
                 variant=variant,
                 num_keys=self._workload.num_keys,
                 limit_ms=limit_ms,
-                notes={"part": "tiers", **{name: round(count) for name, count in moved.items()}, **notes},
+                notes={"part": "tiers", **notes, **{name: round(count) for name, count in moved.items()}, **more},
             )
         )

@@ -6,8 +6,9 @@ digits after the point. Not here: why a target was missed (docs/performance.md).
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from . import records as names
@@ -44,6 +45,11 @@ class Found:
         ]
         self.used += chosen[:1]
         return chosen
+
+    def by_run(self) -> Iterator["Found"]:
+        """Yields the records of each run alone, newest run first."""
+        for run in dict.fromkeys(record.notes.get("run") for record in self._records):
+            yield Found([record for record in self._records[::-1] if record.notes.get("run") == run])
 
     def ms(
         self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
@@ -207,6 +213,33 @@ def _on_mesh(
     return lambda found: found.ms(what, subject, notes, **place)
 
 
+def _in_one_run(reading: Reading) -> Reading:
+    """Reads from the newest run alone that has all that is needed."""
+
+    def of_newest(found: Found) -> float | None:
+        for of_run in found.by_run():
+            if (value := reading(of_run)) is not None:
+                found.used += of_run.used
+                return value
+        return None
+
+    return of_newest
+
+
+def _least_of(readings: Iterable[Reading]) -> Reading:
+    readings = tuple(readings)
+    return lambda found: min((ms for reading in readings if (ms := reading(found)) is not None), default=None)
+
+
+def _most_of(readings: Iterable[Reading]) -> Reading:
+    readings = tuple(readings)
+    return lambda found: max((ratio for reading in readings if (ratio := reading(found)) is not None), default=None)
+
+
+def _ratio(above: Reading, below: Reading) -> Reading:
+    return lambda found: _over(above(found), below(found))
+
+
 def _on_four() -> Iterable["Target"]:
     """Yields the targets of steps on four GPUs, with plan, rowwise Adagrad, and all keys present."""
     ways = {"a process for each": PROCESSES, "one process": "jit"}
@@ -220,24 +253,28 @@ def _on_four() -> Iterable["Target"]:
     for workload, distribution, way, by_wire in steps:
         for wire, most in by_wire.items():
             place = {"workload": workload, "wire": wire, "distribution": distribution}
-            mine = [_on_mesh(4, front_end=ways[name], **place) for name in ([way] if way else ways)]
+            front_ends = [ways[name] for name in ([way] if way else ways)]
+            programs = itertools.product(("pipelined", "stacked"), front_ends)
+            fastest = _least_of(_on_mesh(4, program, front_end=front_end, **place) for program, front_end in programs)
             name = ", ".join(filter(None, (f"{workload} {distribution} on 4 GPUs", way, f"{wire} on the wire")))
-
-            def fastest(found: Found, mine: Sequence[Reading] = mine) -> float | None:
-                return min((ms for reading in mine if (ms := reading(found)) is not None), default=None)
-
             yield Target(f"plan and step, {name}", most, fastest, is_least=False, unit=" ms")
-    forward = _on_mesh(4, "planned", EVALUATION)
-    take = _on_mesh(4, "take", names.FORWARD, "xla")
-    one, four = _on_mesh(1, "single", names.DLRM), _on_mesh(4, what=names.DLRM)
     name = "M1 on 4 GPUs, forward with its plan ready, speed over a row-sharded `jnp.take`"
-    yield Target(name, 3.0, lambda found: _over(take(found), forward(found)))
+    yield Target(name, 3.0, _best_way(("take", names.FORWARD, "xla"), ("planned", EVALUATION)))
+    one, programs = _on_mesh(1, "single", names.DLRM), itertools.product(("pipelined", "stacked"), ways.values())
+    four = _least_of(_on_mesh(4, program, names.DLRM, front_end=front_end) for program, front_end in programs)
     name = "MLPerf's DLRM on M1's tables, samples/s on 4 GPUs over those of one"
-    yield Target(name, 2.3, lambda found: _over(_times(4, one(found)), four(found)))
+    yield Target(name, 2.3, _in_one_run(lambda found: _over(_times(4, one(found)), four(found))))
     for how, program, least in (("an exact lookup ahead", "exact ahead", 1.2), ("`staleness=1`", "stale ahead", 1.5)):
-        ahead = _on_mesh(4, program, names.DLRM)
         name = f"the same, with {how}, speed over none"
-        yield Target(name, least, lambda found, ahead=ahead: _over(four(found), ahead(found)))
+        yield Target(name, least, _best_way(("pipelined", names.DLRM), (program, names.DLRM)))
+
+
+def _best_way(above: tuple, below: tuple) -> Reading:
+    """Returns the ratio of two times on four devices, each of one run, in one process or a process for each."""
+    ways = (PROCESSES, "jit")
+    return _most_of(
+        _in_one_run(_ratio(*(_on_mesh(4, *what, front_end=way) for what in (above, below)))) for way in ways
+    )
 
 
 def _times(factor: float, ms: float | None) -> float | None:
@@ -257,33 +294,29 @@ def _in_tiers() -> Iterable["Target"]:
             name = f"DLRM, tables in host memory, {share} of their rows cached, {what}: throughput over all on the GPU"
             yield Target(name, least, reading)
 
+    place, variant = {"workload": "M1", "distribution": "zipf1.05"}, "10% in the cache, looked up ahead"
+    part = {"part": "tiers"}
+    of_processes = {"distribution": "zipf1.05", "front_end": PROCESSES}
+    four = _least_of(
+        (
+            lambda found: found.ms(names.DLRM, notes=part, variant=f"{variant}, 4 devices", **place),
+            _on_mesh(4, "10% cached, exact ahead", names.DLRM, **of_processes),
+        )
+    )
+
     def speedup(found: Found) -> float | None:
-        place = {"notes": {"part": "tiers"}, "workload": "M1", "distribution": "zipf1.05"}
-        variant = "10% in the cache, looked up ahead"
-        four = found.ms(names.DLRM, variant=f"{variant}, 4 devices", **place)
-        return _over(_times(4, found.ms(names.DLRM, variant=variant, **place)), four)
+        return _over(_times(4, found.ms(names.DLRM, notes=part, variant=variant, **place)), four(found))
 
     yield Target("the same, 10% cached, rowwise Adagrad, 4 GPUs: samples/s over those of one", 3, speedup)
 
 
 def _efficiency(num_devices: int) -> Reading:
     """Returns the time on 2 devices over that on more, both of one run, the newest that has them."""
-    notes = {"program": "pipelined", "wire": "float32", "front_end": "jit", "scaling": "weak"}
-
-    def reading(found: Found) -> float | None:
-        for record in found.all(STEP, notes=notes, workload="M1", num_devices=num_devices):
-            same_run = notes | {"run": record.notes.get("run")}
-            on_two = found.ms(STEP, notes=same_run, workload="M1", num_devices=2)
-            if on_two is not None:
-                return on_two / record.timing.ms
-        return None
-
-    return reading
+    return _in_one_run(_ratio(_on_mesh(2), _on_mesh(num_devices)))
 
 
 def _forward_on_mesh(num_devices: int) -> Reading:
-    take = _on_mesh(num_devices, "take", names.FORWARD, "xla")
-    return lambda found: _over(take(found), _on_mesh(num_devices, what=EVALUATION)(found))
+    return _ratio(_on_mesh(num_devices, "take", names.FORWARD, "xla"), _on_mesh(num_devices, what=EVALUATION))
 
 
 def _skew(what: str, distribution: str) -> Reading:

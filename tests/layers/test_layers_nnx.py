@@ -596,7 +596,7 @@ def test_scans_over_steps(mode):
     """nnx.scan with the model as carry and lax.scan over its split state are loops of steps in place."""
     collection = cases.one_device()
     batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    ((stacked, _),) = collection.pipeline(cases.raw_batches(3), steps_per_call=3)
     looped = declare(collection)
     wanted = [float(train(*looped, batch)[0]) for batch in batches]
 
