@@ -165,6 +165,7 @@ class Packed:
         """Shares all attributes of the collection."""
         self.stores, self.shards, self.growth = collection.stores, collection.shards, collection.growth
         self.plan, self.plan_with_loads = collection.plan, collection.plan_with_loads
+        self.step_with_plan = collection.step_with_plan
         self.packer = self
 
     def begin(self, raw: Batch, pad_to: int | None) -> Batch:

@@ -1,6 +1,7 @@
 """The collection that a user declares and calls: tables, features, a mesh. It holds no arrays; the state does."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,9 @@ class Collection:
         self.growth = GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name).store) for table in self.tables]
         self.packer: pack_lib.Packer = pack_lib.Packer(self.stores, self.features, self.fingerprint, self.shards)
+        self.step_with_plan = functools.lru_cache(maxsize=16)(
+            lambda step, capacities: pipeline_lib.step_with_plan(step, self, capacities)
+        )
         self._steps = Steps(self.stores, tuple(of_tables), strategy_of(self.shards, self.exchange))
 
     def __repr__(self) -> str:

@@ -60,6 +60,8 @@ class Planner(Protocol):
     shards: Shards
     growth: GrowthTracker
     packer: Packer
+    step_with_plan: Callable[[Callable, tuple[int, ...]], Callable]
+    """`step_with_plan` of this module; for the same step it gives the same function, whose programs JAX has."""
 
     def plan(self, features: Features, *, send_capacity: Any = None) -> Plan:
         """Makes keys distinct and sends them to their owners."""
@@ -203,8 +205,8 @@ class Pipeline:
 
         Call the result once for each batch, as the loop hands it out. Where a batch is not stepped, that plan is made
         by a program of its own; so it is for a batch whose shapes differ from those of the one three later, whose step
-        is then compiled once more, without a plan. The step of another pipeline is another program: for several
-        epochs, repeat the reader, as `Batches.repeat` does.
+        is then compiled once more, without a plan. Another pipeline of the collection uses the same programs for the
+        same function.
 
         Args:
           step: the function of a step. It may take and return anything.
@@ -244,7 +246,7 @@ class Pipeline:
 
         @functools.cache
         def program_of(capacities: tuple[int, ...]) -> Callable:
-            return jit(step_with_plan(step, self._collection, capacities), **moved, **options)
+            return jit(self._collection.step_with_plan(step, capacities), **moved, **options)
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:

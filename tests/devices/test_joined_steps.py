@@ -122,6 +122,19 @@ def test_batches_of_one_form_are_planned_by_one_program(monkeypatch):
     assert counted.count(False) == 4 and counted.count(True) == 1
 
 
+def test_another_pipeline_compiles_nothing():
+    """The second epoch of one step, in a pipeline of its own, uses the programs of the first."""
+    declared, traced = rectangular(), []
+    body, state = step_of(declared, traced), rectangular().init(seed=3)
+    for epoch in range(2):
+        pipeline = declared.pipeline([bags_of_three(step) for step in range(6)])
+        step = pipeline.jit(body, donate_argnums=0)
+        for _, plan in pipeline:
+            state, _, stats = step(state, plan)
+            stats.check()
+        assert len(traced) == 1, f"epoch {epoch}"
+
+
 def test_steps_apart_plan_each_batch(monkeypatch):
     """The count of the test above would see plans that are not joined."""
     counted = count_plans(monkeypatch, rectangular())
