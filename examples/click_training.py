@@ -94,7 +94,7 @@ class Config:
     staleness: int = 0
     """Updates that the rows of a batch may miss."""
     steps_per_call: int = 1
-    """Steps of one call, with the same results (docs/compiled_steps.md)."""
+    """Steps of one call (docs/compiled_steps.md)."""
     distributed: bool = False
     """Whether a launcher started several of this process."""
     num_processes: int | None = None
@@ -386,7 +386,7 @@ def add_options(parser: argparse.ArgumentParser, default: Config, optimizers: It
         help="batches that are looked up ahead, with the same results")  # fmt: skip
     add("--staleness", type=int, default=default.staleness, help="updates that the rows of a batch may miss")
     add("--steps-per-call", type=int, default=default.steps_per_call,
-        help="steps of one call, with the same results, for steps of a few milliseconds and less")  # fmt: skip
+        help="steps of one call, for steps of a few milliseconds and less")  # fmt: skip
     add("--distributed", action="store_true", help="one of several processes: under SLURM, Open MPI, or with "
         "JAX_COORDINATOR_ADDRESS set and the two options that follow")  # fmt: skip
     add("--num-processes", type=int, help="how many processes, if no launcher says (default: $NUM_PROCESSES)")

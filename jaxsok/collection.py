@@ -291,8 +291,8 @@ class Collection:
             them: one call for n steps, which pays where the host sets the pace (docs/compiled_steps.md). Batches of
             another form, and the last ones, come as shorter stacks, each length a program of the step.
           prefetch: batches (with `steps_per_call` calls) that a thread reads and packs further ahead. 0: no thread. The
-            calling thread then reads two batches ahead, and the library's threads pack the second of them while it
-            dispatches a step. Python threads that wait for each other cost 0.1 to 0.3 ms a batch
+            calling thread then reads two of them ahead, and the library's threads pack the second while it dispatches
+            a step. Python threads that wait for each other cost 0.1 to 0.3 ms a batch
             (docs/results/many_gpus.md): try 0 where steps take about a millisecond and the next raw batch is there when
             it is asked for.
 
@@ -979,7 +979,7 @@ class Collection:
           num_rows: rows that the tables will come to have, as for `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
           lookahead: batches that are looked up ahead, as for `pipeline`.
-          steps_per_call: that of `pipeline`.
+          steps_per_call: that of `pipeline`; for stacked batches their number is the default.
           device_bytes: memory of one device: whether the total fits, and how many rows would.
           memory_fraction: the part of `device_bytes` that XLA gives to arrays.
 
@@ -993,6 +993,7 @@ class Collection:
         else:
             check_features("memory_estimate", self, features)
             if num_stacked(features):
+                steps_per_call = max(steps_per_call, num_stacked(features))
                 features = jax.tree.map(lambda words: jax.ShapeDtypeStruct(words.shape[1:], words.dtype), features)
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
         if state is not None:

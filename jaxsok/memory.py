@@ -8,8 +8,9 @@ On a mesh of S shards a device receives S * send_capacity lines in a round. The 
 a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,
 sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With the window
 wire they are windows, outside of the memory that XLA gives to arrays: mostly one of a row a line; after growth in small
-steps, with those that came before, at most four. Batches and plans are counted as `collection.pipeline` holds them: two
-ahead of the one in use and of those looked up ahead.
+steps, with those that came before, at most four. Batches and plans are counted as `collection.pipeline` holds them: plans
+of three batches (calls, where a call has several steps) behind the one in use and those looked up ahead, and two more
+batches that are packed.
 
 For rows in host memory a device has places, homes and a cache, and a step stages a row with its optimizer state for
 each key beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
@@ -30,7 +31,7 @@ from jaxsok.exchange import default_send_capacity
 from jaxsok.features import StoreFeatures
 from jaxsok.growth import keys_at_most
 from jaxsok.kernels import library
-from jaxsok.pipeline import PLANS_AHEAD
+from jaxsok.pipeline import JOINED_AHEAD, PACKED_AHEAD
 from jaxsok.planner import REQUEST_BYTES, check_declarations, keys_of
 from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
@@ -293,7 +294,9 @@ def estimate(
     num_shards = stores[0].num_shards
     counted = []
     for s, (spec, part) in enumerate(zip(stores, features, strict=True)):
-        reserved = steps * keys_at_most(spec, [(layout.table, layout.num_keys) for layout in part.layouts])
+        reserved = max(steps, steps_per_call) * keys_at_most(
+            spec, [(layout.table, layout.num_keys) for layout in part.layouts]
+        )
         of_tables = [by_name[table.name] for table in spec.tables]
         if capacities is not None:
             capacity = capacities[s]
@@ -408,8 +411,10 @@ def _step_bytes(
         plan = (1 + lookahead) * (4 * num_keys + found)
         return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _stage(spec, num_keys, workspace)
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
-    batches = (1 + lookahead + PLANS_AHEAD) * steps_per_call
-    parts["batch"] *= batches + (steps_per_call if steps_per_call > 1 else 0)  # and those that are to be stacked
+    planned = 1 + lookahead + JOINED_AHEAD  # calls whose batches have plans
+    batches = planned * steps_per_call
+    # Others are packed and sent; while they are stacked, there are two of each.
+    parts["batch"] *= (planned + PACKED_AHEAD + (steps_per_call > 1)) * steps_per_call
     if spec.sends_bags:
         num_bags = sum(layout.num_bags for layout in features.layouts)
         received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all

@@ -170,9 +170,10 @@ class Pipeline:
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, or are packed; with the iterator's state after each.
         self._packed: deque[concurrent.futures.Future[_Read] | _Stages] = deque()
+        # Batches of the next call, perhaps one of another form after them; with the iterator's state after each.
+        self._taken: list[tuple[Batch, Any, tuple]] = []
         # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
         # After a loop that breaks off a second one goes on with them.
-        self._held: tuple[Batch, Any] | None = None  # read, but of another form than the batches before it
         self._under_way: deque[_Coming] = deque()
         self._ready: deque[_Coming] = deque()
         self._states: deque[Any] = deque()
@@ -408,31 +409,34 @@ class Pipeline:
         """
         if self._steps_per_call == 1:
             return self._take_batch()
-        batches, state, form = [], None, None
-        while len(batches) < self._steps_per_call and (taken := self._take_batch()) is not None:
-            of_next = _form_of(taken[0])
-            if batches and of_next != form:
-                self._held = taken
+        taken = self._taken  # Ctrl-C leaves them there for a later loop
+        while len(taken) < self._steps_per_call and (not taken or taken[-1][2] == taken[0][2]):
+            if (found := self._take_batch()) is None:
                 break
-            batch, state = taken
-            batches.append(batch)
-            form = of_next
-        return (_stack(self._collection.shards, batches), state) if batches else None
+            taken.append((*found, _form_of(found[0])))
+        if not taken:
+            return None
+        num_batches = len(taken) - (taken[-1][2] != taken[0][2])
+        batches, states, _ = zip(*taken[:num_batches], strict=True)
+        stacked = _stack(self._collection.shards, batches)
+        del taken[:num_batches]
+        return stacked, states[-1]
 
     def _take_batch(self) -> tuple[Batch, Any] | None:
         """Returns the next batch, and the iterator's state after it; None: there is no further batch."""
-        if (taken := self._held) is not None:
-            self._held = None
-            return taken
         self._pack(1)
-        if not self._packed:
+        if not self._packed or self._failed is not None:
             return None
         packed = self._packed.popleft()
         if (error := packed.exception()) or (found := packed.result()) is None:
-            self._failed = self._failed or error
+            self._failed = error
             return None
         packing, state = found
-        return self._collection.packer.finish(packing), state
+        batch = self._collection.packer.finish(packing)
+        if self._steps_per_call > 1 and (error := _refusal_of(self._collection.shards, batch)) is not None:
+            self._is_read, self._failed = True, error
+            return None
+        return batch, state
 
     def _sizes_of(self, features: Features) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
@@ -495,23 +499,42 @@ def _run(stages: Generator[None, None, _Read], settings: tuple | None) -> _Read:
 
 
 def _form_of(batch: Batch) -> tuple:
-    """Returns the structure of a batch, and the shape and dtype of each array; refuses what cannot be stacked."""
-    for name, value in batch.rest.items():
-        for leaf in jax.tree.leaves(value):
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
-                raise TypeError(
-                    f'pipeline: steps_per_call: entry "{name}" of a batch: got {type(leaf).__name__}, wanted arrays '
-                    "and numbers, since the batches of a call are stacked."
-                )
+    """Returns the structure of a batch, and the shape and kind of each entry."""
     leaves, structure = jax.tree.flatten(batch)
-    return structure, [(np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
+    kinds = [leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype.kind for leaf in leaves]
+    return structure, kinds, [np.shape(leaf) for leaf in leaves]
+
+
+def _refusal_of(shards: Shards, batch: Batch) -> TypeError | None:
+    """Returns an error if a batch has entries of one process, by which calls of other processes might end elsewhere."""
+    for name, value in batch.rest.items() if shards.num_processes > 1 else ():
+        for leaf in jax.tree.leaves(value):
+            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+                return TypeError(
+                    f'pipeline: steps_per_call: entry "{name}" of a batch: got one of this process alone (shape '
+                    f"{list(np.shape(leaf))}), wanted a line for each sample, with several processes."
+                )
+    return None
+
+
+def _stack(shards: Shards, batches: Sequence[Batch]) -> Batch:
+    """Stacks batches of one form along a new leading axis; what is in NumPy stays there."""
+    parts = [jax.tree.flatten((batch.rest, batch.mask)) for batch in batches]
+    entries = list(zip(*(leaves for leaves, _ in parts), strict=True))
+    is_array = [isinstance(values[0], jax.Array) for values in entries]
+    on_devices = list(itertools.compress(entries, is_array))
+    features, arrays = _stack_on_devices(shards, [batch.features for batch in batches], on_devices)
+    arrays = iter(arrays)
+    stacked = [next(arrays) if there else np.stack(values) for values, there in zip(entries, is_array, strict=True)]
+    return Batch(features, *jax.tree.unflatten(parts[0][1], stacked))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _stack(shards: Shards, batches: Sequence[Batch]) -> Batch:
-    """Stacks batches of one form along a new leading axis."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    return dataclasses.replace(stacked, features=shards.split_stacked(stacked.features))
+def _stack_on_devices(
+    shards: Shards, features: Sequence[Features], entries: Sequence[Sequence[Any]]
+) -> tuple[Features, list[Any]]:
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *features)
+    return shards.split_stacked(stacked), [jnp.stack(values) for values in entries]
 
 
 def _is_in_one_round(plan: Plan) -> bool:

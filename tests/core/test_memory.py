@@ -395,15 +395,15 @@ def test_no_temporary_grows_with_the_tables_on_a_mesh(name, path):
 
 
 def test_a_step_on_a_mesh_is_counted_for_one_device():
-    """Batch and plan count for three batches in flight, to the byte."""
+    """Plans of four batches in flight count, and two more batches that are packed, to the byte."""
     collection = programs.over(NUM_SHARDS, [table("user", 8, capacity=64)], [FeatureSpec("user", "user")])
     features = programs.batch(collection, user=np.arange(NUM_SHARDS * 100))
     estimate = collection.memory_estimate(batch=features)
     device = collection.shards.mesh.devices.flat[1]
-    assert sum_bytes(estimate, "batch") == 3 * nbytes(features, device)
+    assert sum_bytes(estimate, "batch") == 6 * nbytes(features, device)
     # 100 keys evenly spread plus a quarter, rounded up to eight: 32 for each of four destinations.
     _, _, plan = collection.lookup(collection.init(seed=0), collection.plan(features, send_capacity=(32,)))
-    assert sum_bytes(estimate, "plan") == 3 * (nbytes(plan, device) - nbytes(features, device))
+    assert sum_bytes(estimate, "plan") == 4 * (nbytes(plan, device) - nbytes(features, device))
     sizes, dense = {"num_shards": NUM_SHARDS, "num_samples": 100}, ExchangeSpec(wire="dense")
     assert memory_estimate(collection.tables, collection.features, **sizes, exchange=dense) == estimate
     # Windows, which "auto" may take, sort the uses of both sides at once.

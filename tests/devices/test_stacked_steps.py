@@ -1,8 +1,11 @@
 """`steps_per_call`: calls that scan over stacked batches give the bits of a loop over batches."""
 
 import functools
+import signal
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
@@ -199,7 +202,9 @@ def test_a_call_copies_no_table_and_stays_within_the_estimate(num_shards):
     calls = calls if num_shards > 1 else calls[:2]  # that the pipeline holds at a time
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(calls)) // num_shards
     assert held + compiled.memory_analysis().temp_size_in_bytes <= estimate.step_bytes
-    assert declared.memory_estimate(state, batch).step_bytes < estimate.step_bytes
+    assert declared.memory_estimate(state, batch).step_bytes == estimate.step_bytes
+    of_one = declared.memory_estimate(state, declared.batch({"user": np.arange(256)}))
+    assert of_one.step_bytes < estimate.step_bytes
 
 
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}])
@@ -208,7 +213,90 @@ def test_lookups_ahead_are_refused(options):
         rectangular().pipeline([], steps_per_call=2, **options)
 
 
-def test_entries_that_are_no_arrays_are_refused():
-    raws = [bags_of_three(step) | {"name": "a"} for step in range(4)]
-    with pytest.raises(TypeError, match=r'pipeline: steps_per_call: entry "name" of a batch: got str, wanted arrays'):
-        next(iter(rectangular().pipeline(raws, steps_per_call=2)))
+def test_other_entries_are_stacked_where_they_are():
+    """NumPy's stay there, with all their bits; others are not copied to the host."""
+    raws = [
+        {
+            "user": np.arange(128),
+            "ad": np.arange(128),
+            "name": f"batch {number}",
+            "time": 1_700_000_000_000 + number,
+            "ids": (np.array(["a", "bc"]),),
+            "nested": {"array": jnp.arange(3) + number, "none": None},
+        }
+        for number in range(4)
+    ]
+    for declared in (collection(), collection(None)):
+        for number, (batch, _) in enumerate(declared.pipeline(raws, steps_per_call=2)):
+            assert batch["name"].tolist() == [f"batch {2 * number}", f"batch {2 * number + 1}"]
+            assert (batch["time"] - 1_700_000_000_000).tolist() == [2 * number, 2 * number + 1]
+            assert batch["ids"][0].tolist() == [["a", "bc"]] * 2
+            assert isinstance(batch["nested"]["array"], jax.Array) and batch["nested"]["none"] is None
+            assert batch["nested"]["array"][:, 0].tolist() == [2 * number, 2 * number + 1]
+
+
+def test_entries_of_one_process_are_refused_in_their_turn(monkeypatch):
+    """Their form is known to one process alone: other processes would end calls elsewhere, and wait for ever."""
+    raws = [bags_of_three(step) for step in range(9)]
+    raws[7]["names"] = (np.array(["a", "b"]),)
+    lengths, pipeline = [], rectangular().pipeline(raws, steps_per_call=2)
+    monkeypatch.setattr(type(rectangular().shards), "num_processes", 2)
+    message = r'pipeline: steps_per_call: entry "names" of a batch: got one of this process alone \(shape \[2\]\)'
+    with pytest.raises(TypeError, match=message):
+        for batch, _ in pipeline:
+            lengths.append(len(batch.features.stores[0].keys))
+    assert lengths == [2, 2, 2, 1]
+
+
+class Pressing:
+    """An iterator during which Ctrl-C is pressed."""
+
+    def __init__(self, num_batches, pressed_at):
+        self.left, self.pressed_at = list(range(num_batches)), pressed_at
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.left and self.left[0] == self.pressed_at:
+            self.pressed_at = None
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)  # the calling thread waits for this batch
+        if not self.left:
+            raise StopIteration
+        return {name: np.arange(128) for name in ("user", "ad")} | {"number": self.left.pop(0)}
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_ctrl_c_loses_no_batch(num_shards, prefetch):
+    """Batches of a call that is not complete are those of a later loop."""
+    pipeline, numbers, num_pressed = (
+        collection(num_shards).pipeline(Pressing(12, 9), steps_per_call=4, prefetch=prefetch),
+        [],
+        0,
+    )
+    for _ in range(2):
+        try:
+            for batch, _ in pipeline:
+                numbers += batch["number"].tolist()
+        except KeyboardInterrupt:
+            num_pressed += 1
+    assert num_pressed == 1 and numbers == list(range(12))
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_batches_of_a_pipeline_stay_within_the_estimate(num_shards):
+    """Keys of all batches that are alive while calls are handed out, those that are packed ahead included."""
+    declared = collection(num_shards)
+    raws = ({name: np.arange(136) + number for name in ("user", "ad")} for number in range(64))  # no other test's size
+    pipeline, most = declared.pipeline(raws, steps_per_call=4), 0
+    call = pipeline.jit(lambda plan: plan.features.stores[0].keys.sum())
+    for batch, plan in pipeline:
+        call(plan)
+        time.sleep(0.02)  # while the reader packs what it may
+        shape = batch.features.stores[0].keys.shape
+        # No list: it would keep them alive.
+        most = max(most, sum(array.nbytes for array in jax.live_arrays() if array.shape in (shape, shape[1:])))
+        estimate = declared.memory_estimate(batch=batch)
+    assert most <= sum(store.step["batch"] for store in estimate.stores) * (num_shards or 1)
