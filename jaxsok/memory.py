@@ -8,9 +8,9 @@ On a mesh of S shards a device receives S * send_capacity lines in a round. The 
 a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,
 sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. With the window
 wire they are windows, outside of the memory that XLA gives to arrays: mostly one of a row a line; after growth in small
-steps, with those that came before, at most four. Batches and plans are counted as `collection.pipeline` holds them: plans
-of three batches (calls, where a call has several steps) behind the one in use and those looked up ahead, and two more
-batches that are packed.
+steps, with those that came before, at most four. Batches and plans are counted as `collection.pipeline` holds them:
+plans of three batches (calls, where a call has several steps) behind the one in use and those looked up ahead, and two
+more batches that are packed.
 
 For rows in host memory a device has places, homes and a cache, and a step stages a row with its optimizer state for
 each key beyond the slots of the cache. Their bytes in host memory are counted apart, for each device.
