@@ -309,7 +309,22 @@ def sharded_cases(mesh, abstract):
     def joined_step(state, features, asked):
         return pipeline.step_with_plan(bare_step(with_one), with_one, (64,))(features, state, asked)
 
+    def stacked_steps(state, features, asked):
+        steps = functools.partial(jax.lax.scan, bare_step(with_one))
+        return pipeline.step_with_plan(steps, with_one, (64,))(features, state, asked)
+
+    def stack(leaf):
+        shape = jax.ShapeDtypeStruct((4, *leaf.shape), leaf.dtype)
+        return abstract(shape, PartitionSpec(None, "data"))
+
     return {
+        "one store, windows, stacked": (
+            make_windowed(stacked_steps),
+            (
+                jax.tree.map(abstract, one_on_cpu.init(seed=0)),
+                *(jax.tree.map(stack, x) for x in (of_one, asked_of_one)),
+            ),
+        ),
         "one store, windows, joined": (
             make_windowed(joined_step),
             (jax.tree.map(abstract, one_on_cpu.init(seed=0)), of_one, asked_of_one),
@@ -468,6 +483,19 @@ def test_a_plan_for_the_pipeline_is_one_command_buffer(name):
     thunks, _ = compile_case("marked")["cases"][name]
     assert [kind for kind, path in thunks if not path] == ["kCustomCall", "kCommandBuffer"]  # threads meet first
     assert [kind for kind, _ in thunks].count("kCopy") == (1 if name.endswith("joined") else 2)
+
+
+def test_stacked_steps_and_their_plans_are_few_command_buffers():
+    """An iteration of the steps runs two graphs, between which XLA copies a slice, and one of the plans runs one.
+
+    Threads meet before each. All other calls are in the graphs, whose addresses stay.
+    """
+    thunks, targets = compile_case("marked")["cases"]["one store, windows, stacked"]
+    inside, outside = split(thunks)
+    assert all("kWhile" in path for path in inside + outside)
+    assert targets.count("jaxsok_window_meet") == len(outside)
+    buffers = [path for kind, path in thunks if kind == "kCommandBuffer" and "kWhile" in path]
+    assert len(buffers) <= 3
 
 
 def test_what_is_moved_ahead_stays_outside():
