@@ -485,17 +485,14 @@ def test_a_plan_for_the_pipeline_is_one_command_buffer(name):
     assert [kind for kind, _ in thunks].count("kCopy") == (1 if name.endswith("joined") else 2)
 
 
-def test_stacked_steps_and_their_plans_are_few_command_buffers():
-    """An iteration of the steps runs two graphs, between which XLA copies a slice, and one of the plans runs one.
-
-    Threads meet before each. All other calls are in the graphs, whose addresses stay.
-    """
+def test_calls_of_stacked_steps_are_captured():
+    """In both loops, over steps and over plans, all calls but the meetings of threads are in graphs."""
     thunks, targets = compile_case("marked")["cases"]["one store, windows, stacked"]
     inside, outside = split(thunks)
     assert all("kWhile" in path for path in inside + outside)
-    assert targets.count("jaxsok_window_meet") == len(outside)
-    buffers = [path for kind, path in thunks if kind == "kCommandBuffer" and "kWhile" in path]
-    assert len(buffers) <= 3
+    num_meetings = targets.count("jaxsok_window_meet")
+    assert num_meetings == len(outside) == 2
+    assert len(inside) == sum(target.startswith("jaxsok_") for target in targets) - num_meetings > 0
 
 
 def test_what_is_moved_ahead_stays_outside():
