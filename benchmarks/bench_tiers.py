@@ -46,6 +46,7 @@ SHARES = (None, 0.5, 0.1, 0.02)
 """Shares of the rows that the cache has; None: all rows lie on the device."""
 
 SHARE_OF_MESHES = 0.1
+"""The same on several devices."""
 
 NUM_BATCHES = 240
 """Batches with keys of their own: a third fills caches, one is timed, and one is timed with lookups ahead. On several

@@ -96,8 +96,7 @@ def _count(
         numbers = jnp.stack([num_new, num_new + in_use, is_used.sum(dtype=jnp.int32)])
         return shards.max(numbers), is_used
 
-    # Stacked batches have their steps in front.
-    of_keys = tuple(P(None, *shards.spec) if words.ndim == 3 else shards.spec for words in keys)
+    of_keys = tuple(shards.stacked_spec if words.ndim == 3 else shards.spec for words in keys)
     return shards.run(part, (store, keys, owners), (shards.spec, of_keys, P()), (P(), shards.spec))
 
 

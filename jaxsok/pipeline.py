@@ -299,8 +299,9 @@ class Pipeline:
             ended = [packed for packed in self._packed if packed.exception() or packed.result()]
             self._packed.clear()
             self._packed.extend(ended)
-        if self._failed is not None:
-            raise self._failed
+        if (error := self._failed) is not None:
+            self._failed = None  # a later loop goes on behind it
+            raise error
 
     def _make_ready(self, num_batches: int) -> None:
         """Checks the plans of the next batches; the plans of those behind them are under way then."""

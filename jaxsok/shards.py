@@ -57,6 +57,11 @@ class Shards:
         """The partition of split arrays: along their first dimension."""
         return P()
 
+    @property
+    def stacked_spec(self) -> P:
+        """The partition of split arrays of several steps, which were stacked along a leading axis."""
+        return P(None, *self.spec)
+
     def __str__(self) -> str:
         """Names the axes and sizes for messages; empty for one device."""
         return ""
@@ -238,7 +243,7 @@ class MeshShards(Shards):
     def split_stacked(self, tree: Any) -> Any:
         if self._explicit.issuperset(self.axis):
             return tree  # it is, by its types
-        return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P(None, *self.spec)))
+        return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, self.stacked_spec))
 
     def index(self) -> Int32[Array, ""]:
         return lax.axis_index(self.axis)
@@ -259,7 +264,7 @@ class MeshShards(Shards):
         """Reshards arrays for `shard_map`: along explicit axes JAX moves nothing by itself."""
         if not (explicit := self._explicit):
             return tree
-        is_stacked = spec == P(None, *self.spec)
+        is_stacked = spec == self.stacked_spec
         is_split = (is_stacked or spec == self.spec) and explicit.issuperset(self.axis)
         first = [*[None] * is_stacked, self.axis if is_split else None]
 

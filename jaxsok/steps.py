@@ -316,7 +316,7 @@ def _plan_on_shards(
     get stacked plans, and the largest load of them all.
     """
     is_stacked = num_stacked(features) > 0
-    split = P(None, *steps.shards.spec) if is_stacked else steps.shards.spec
+    split = steps.shards.stacked_spec if is_stacked else steps.shards.spec
 
     def plan_part(part: Features) -> Plan:
         return dataclasses.replace(steps.plan(part, send_capacities), features=NO_FEATURES)

@@ -61,14 +61,21 @@ def assert_same(declared, raws, steps_per_call, **options):
     return pipeline, lengths
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
+PLACES = [
+    pytest.param(None, AxisType.Auto, id="one device"),
+    *(
+        pytest.param(number, kind, id=f"{number}-{kind.name}")
+        for number in (1, NUM_SHARDS)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ),
+]
+
+
+@pytest.mark.parametrize(("num_shards", "axis_type"), PLACES)
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0, "is_joined": True}], ids=["apart", "joined"])
 def test_no_bit_changes(num_shards, options, axis_type):
     """The last call has fewer steps."""
     if num_shards is None:
-        if axis_type == AxisType.Explicit:
-            pytest.skip("one device has no axis")
         declared = jaxsok.Collection(*DECLARED)
     else:
         declared = programs.over(num_shards, *DECLARED, axis_type=axis_type)
@@ -137,7 +144,7 @@ def test_growth_makes_room_for_a_call():
 
 
 class Numbered:
-    """An iterator with a state, which may fail."""
+    """An iterator with a state, which may fail once."""
 
     def __init__(self, raws, fails_at=None):
         self.raws, self.fails_at, self.number = raws, fails_at, 0
@@ -147,6 +154,7 @@ class Numbered:
 
     def __next__(self):
         if self.number == self.fails_at:
+            self.fails_at = None
             raise RuntimeError("no further batch can be read")
         if self.number == len(self.raws):
             raise StopIteration
@@ -171,6 +179,24 @@ def test_an_error_comes_after_the_batches_before_it():
         for batch, _ in pipeline:
             lengths.append(batch.features.stores[0].keys.shape[0])
     assert lengths == [3, 1]
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+@pytest.mark.parametrize(("steps_per_call", "lengths"), [(1, [1] * 9), (3, [3, 1, 3, 2])])
+def test_a_later_loop_goes_on_behind_an_error(num_shards, steps_per_call, lengths):
+    """The error is raised once, between the batches before it and those after it."""
+    raws = [{name: np.arange(128) for name in ("user", "ad")} | {"number": number} for number in range(9)]
+    pipeline = collection(num_shards).pipeline(Numbered(raws, fails_at=4), steps_per_call=steps_per_call)
+    numbers, found, num_failed = [], [], 0
+    for _ in range(2):
+        try:
+            for batch, _ in pipeline:
+                numbers += np.atleast_1d(batch["number"]).tolist()
+                found.append(np.size(batch["number"]))
+        except RuntimeError:
+            num_failed += 1
+            assert numbers == list(range(4))
+    assert numbers == list(range(9)) and found == lengths and num_failed == 1
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
@@ -271,11 +297,8 @@ class Pressing:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_ctrl_c_loses_no_batch(num_shards, prefetch):
     """Batches of a call that is not complete are those of a later loop."""
-    pipeline, numbers, num_pressed = (
-        collection(num_shards).pipeline(Pressing(12, 9), steps_per_call=4, prefetch=prefetch),
-        [],
-        0,
-    )
+    pipeline = collection(num_shards).pipeline(Pressing(12, 9), steps_per_call=4, prefetch=prefetch)
+    numbers, num_pressed = [], 0
     for _ in range(2):
         try:
             for batch, _ in pipeline:
