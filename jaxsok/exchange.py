@@ -130,21 +130,30 @@ class Route:
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     def requests_to_owners(
-        self, requests: UInt32[Array, "num_sent 4"], words: UInt32[Array, "num_owners n"]
-    ) -> tuple[UInt32[Array, "_ 4"], UInt32[Array, "num_shards n"]]:
-        """Sends requests as `to_owners` does, and some words to each owner; returns those of all shards."""
+        self,
+        lines: UInt32[Array, "num_keys 4"],
+        starts: Int32[Array, " num_owners_plus_1"],
+        digest: Digest,
+        offsets: Int32[Array, "num_owners num_offsets"],
+    ) -> tuple[UInt32[Array, "_ 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest]:
+        """Sends each owner its first requests, and offsets; returns those of all shards, load and digest of all."""
+        if self.windows is not None and not self.is_replicated:
+            return self.windows.send_lines(lines, starts, digest, offsets, self.send_capacity)
+        requests = requests_of_round(self, lines, starts, 0)
+        counts = (starts[1:] - starts[:-1]).astype(jnp.uint32)
+        to_all = jnp.broadcast_to(jnp.concatenate([digest[0], counts]), (self.num_owners, 2 + self.num_owners))
+        words = jnp.concatenate([to_all, offsets.astype(jnp.uint32)], axis=1)
         if self.is_replicated:
-            return self.to_owners(requests), lax.all_gather(words[0], self.shards.axis)
-        # In one exchange: each part ends with the words.
-        num_words = words.shape[1]
-        tail = jnp.pad(words, ((0, 0), (0, -num_words % 4))).reshape(self.num_owners, -1, 4)
-        parts = jnp.concatenate([requests.reshape(self.num_owners, -1, 4), tail], axis=1)
-        if self.windows is not None:
-            came = self.windows.exchange(parts)
-        else:
+            received, words = self.to_owners(requests), lax.all_gather(words[0], self.shards.axis)
+        else:  # in one exchange: each part ends with the words
+            num_words = words.shape[1]
+            tail = jnp.pad(words, ((0, 0), (0, -num_words % 4))).reshape(self.num_owners, -1, 4)
+            parts = jnp.concatenate([requests.reshape(self.num_owners, -1, 4), tail], axis=1)
             came = self.to_owners(parts.reshape(-1, 4)).reshape(parts.shape)
-        words_of_all = came[:, self.send_capacity :].reshape(self.num_owners, -1)[:, :num_words]
-        return came[:, : self.send_capacity].reshape(-1, 4), words_of_all
+            words = came[:, self.send_capacity :].reshape(self.num_owners, -1)[:, :num_words]
+            received = came[:, : self.send_capacity].reshape(-1, 4)
+        digests, counts, offsets = jnp.split(words, (2, 2 + self.num_owners), axis=1)
+        return received, offsets.astype(jnp.int32), load_of(counts), digest_of_all(digests)
 
 
 # The wire ------------------------------------------------------------------------------------------------------------
@@ -220,16 +229,15 @@ def ask(
     """Exchanges the keys of one round; with `send_capacity` the others are left out, else they are listed."""
     capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
     lines, inverse, starts, _ = plan_lib.requests_of(spec, features, owners, by_hash=False)
-    words = jnp.concatenate([tickets_digest(features.keys)[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])[None]
     route = exchange.route(spec, capacity)
-    words = jnp.broadcast_to(words, (route.num_owners, words.shape[1]))
-    received, words = route.requests_to_owners(requests_of_round(route, lines, starts, 0), words)
-    owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
+    none = jnp.zeros((route.num_owners, 0), jnp.int32)
+    received, _, load, digest = route.requests_to_owners(lines, starts, tickets_digest(features.keys), none)
+    owner = jnp.searchsorted(starts[1:], inverse, side="right", method="scan_unrolled").astype(jnp.int32)
     within = inverse - starts.at[owner].get(mode="clip")
     is_sent = (inverse < starts[-1]) & (within < capacity)
     slots = jnp.where(is_sent, owner * capacity + within, -1)
     listed = RequestList(lines, inverse, starts) if send_capacity is None else None
-    return Requests(received, slots, load_of(words[:, 2:]), digest_of_all(words[:, :2]), listed, capacity)
+    return Requests(received, slots, load, digest, listed, capacity)
 
 
 def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2"]:

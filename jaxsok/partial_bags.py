@@ -49,28 +49,24 @@ def ask(
     """Sends the uses of bags to the owners of their rows, in one round if `send_capacity` is given, else in several."""
     num_shards = spec.num_shards
     sizes = {"num_tiles": features.num_tiles, "num_shards": num_shards, "num_bags": _num_bags(features)}
-    uses, offsets, scales = plan_kernels.plan_uses(features.operands(), spec.table_words(), owners, **sizes)
-    counts = offsets[:, -1]
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    uses, starts, offsets, scales = plan_kernels.plan_uses(features.operands(), spec.table_words(), owners, **sizes)
     capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
-
-    to_all = jnp.concatenate([tickets_digest(features.keys)[0], counts.astype(jnp.uint32)])
-    words = jnp.concatenate([jnp.broadcast_to(to_all, (num_shards, num_shards + 2)), offsets.astype(jnp.uint32)], 1)
-    received, words = route.requests_to_owners(exchange_lib.requests_of_round(route, uses, starts, 0), words)
-    digests, counts_of_all, offsets_here = jnp.split(words, (2, num_shards + 2), axis=1)
-    load, num_rounds, room = exchange_lib.load_of(counts_of_all), jnp.int32(1), capacity
+    received, offsets_here, load, digest = route.requests_to_owners(
+        uses, starts, tickets_digest(features.keys), offsets
+    )
+    num_rounds, room = jnp.int32(1), capacity
     if send_capacity is None:
         num_rounds = exchange_lib.num_rounds_of(load[0, 0], capacity)
         lines = exchange_lib.receive_all(route, received, uses, starts, num_rounds)
         received, room, capacity = lines.reshape(-1, 4), None, lines.shape[1]
     return Uses(
         received,
-        offsets_here.astype(jnp.int32).reshape(-1),
+        offsets_here.reshape(-1),
         scales,
         _count_unsent(spec, features, offsets, room),
         load,
-        exchange_lib.digest_of_all(digests),
+        digest,
         num_rounds[None],
         send_capacity=capacity,
     )

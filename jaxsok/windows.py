@@ -21,6 +21,7 @@ from jaxtyping import Array, Int32, UInt32
 from jaxsok import processes
 from jaxsok.kernels import window as kernels
 from jaxsok.shards import MeshShards, Shards
+from jaxsok.types import Digest
 
 MOST_SHARDS = 32  # kMostWindowShards in ffi/kernels/window.h
 MOST_SECONDS = 100
@@ -81,6 +82,20 @@ class Windows:
         """Sends equal parts of `lines` to the shards and receives theirs, as `lax.all_to_all` over the first axis."""
         self.reserve(math.prod(lines.shape) * lines.dtype.itemsize)
         return kernels.exchange(self.number, lines)
+
+    def send_lines(
+        self,
+        lines: UInt32[Array, "num_lines 4"],
+        starts: Int32[Array, " num_shards_plus_1"],
+        digest: Digest,
+        offsets: Int32[Array, "num_shards num_offsets"],
+        send_capacity: int,
+    ) -> tuple[UInt32[Array, "num_received 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest]:
+        """Sends each shard its lines, at most `send_capacity`. Returns lines, offsets, load and digest of all shards."""
+        num_shards, num_offsets = offsets.shape
+        num_words = -(-(2 + num_shards + num_offsets) // 4) * 4
+        self.reserve(num_shards * (send_capacity * 16 + num_words * 4))
+        return kernels.send_lines(self.number, lines, starts, digest, offsets, send_capacity)
 
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
         """Adds the words of all shards; `same` is an array that is the same on all shards, as the sums are."""

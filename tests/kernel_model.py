@@ -1066,6 +1066,7 @@ def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num
     ordered = [use for of_owner in uses for use in of_owner]
     return {
         "uses": np.array(ordered + padding, np.uint32).reshape(-1, 4),
+        "starts": np.cumsum([0, *map(len, uses)]).astype(np.int32),
         "offsets": np.array([[*begin, len(own)] for begin, own in zip(begins, uses, strict=True)], np.int32),
         "scales": np.array(scales, F32),
     }

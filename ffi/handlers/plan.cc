@@ -62,6 +62,7 @@ ffi::Error PlanUses(Call& call) {
   const OwnersView owners = ReadOwners(call);
   UsesView out;
   out.uses = call.Result("uses", ffi::U32, {batch.num_keys, 4}).as<BagUse>();
+  out.starts = call.Result("starts", ffi::S32, {int64_t{owners.num_shards} + 1}).as<int32_t>();
   const Array offsets = call.Result("offsets", ffi::S32, {owners.num_shards, -1});
   out.offsets = offsets.as<int32_t>();
   out.num_bags = offsets.size(1) - 1;

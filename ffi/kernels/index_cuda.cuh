@@ -238,14 +238,19 @@ using BlockScan = cub::BlockScan<uint32_t, kBlock>;
 /// call it.
 __device__ __forceinline__ uint32_t SumCountsBefore(uint32_t* counts, uint32_t num_counts,
                                                     BlockScan::TempStorage& storage) {
+  constexpr int kOfThread = 8;  // neighbouring counts
   uint32_t sum = 0;
-  for (uint32_t start = 0; start < num_counts; start += kBlock) {
-    const uint32_t i = start + threadIdx.x;
-    const uint32_t count = i < num_counts ? __ldcg(counts + i) : 0;
-    uint32_t before, total;
+  for (uint32_t start = 0; start < num_counts; start += kBlock * kOfThread) {
+    const uint32_t first = start + threadIdx.x * kOfThread;
+    uint32_t own[kOfThread], before[kOfThread], total;
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) own[i] = first + i < num_counts ? __ldcg(counts + first + i) : 0;
     __syncthreads();
-    BlockScan(storage).ExclusiveSum(count, before, total);
-    if (i < num_counts) counts[i] = sum + before;
+    BlockScan(storage).ExclusiveSum(own, before, total);
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      if (first + i < num_counts) counts[first + i] = sum + before[i];
+    }
     sum += total;
   }
   return sum;

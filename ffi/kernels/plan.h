@@ -6,11 +6,21 @@
 
 namespace jaxsok {
 
-/// Returns the bytes of a scratch index at load 0.5 (32 bytes a key) and of inserting.
+/// Returns the bytes for dealing keys to owners by counts, at most 4 for each of 64 owners and 1,024 keys, and ends.
+constexpr int64_t DealCountBytes(int64_t num_keys) {
+  return CeilDiv(num_keys, kCountedTogether) * (64 * 4) + 3 * kWorkspaceLine;
+}
+/// Returns the bytes for dealing them by a radix sort: number, owner and both sorted, and the storage of the sort.
+constexpr int64_t DealSortBytes(int64_t num_keys) {
+  constexpr int64_t kSortBytes = 1 << 20;  // independent of the keys: its histograms are far smaller
+  return kSortBytes + PaddedToLine(num_keys) * (3 * 4 + 2 * 4);
+}
+/// Returns the bytes of a scratch index at load 0.5 (32 bytes a key), and of four words a key.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
   constexpr int64_t kMostSpareBuckets = 64;  // an index of few keys is half empty too
   const int64_t num_buckets = CeilDiv<int64_t>(num_keys, 2) + kMostSpareBuckets;
-  return InsertWorkspaceBytes(num_keys) + num_buckets * int64_t{sizeof(Bucket)} + 2 * kWorkspaceLine;
+  return PaddedToLine(num_keys) * (4 * 4) + DealCountBytes(num_keys) + num_buckets * int64_t{sizeof(Bucket)} +
+         kWorkspaceLine;
 }
 
 struct PlanView {
@@ -28,24 +38,23 @@ struct PlanView {
 /// Cost   : 32 B of scratch index a key, written once and probed once.
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
-/// Returns the bytes of a batch's plan, and of the larger workspace of making it and ordering it.
-constexpr int64_t PlanRequestsWorkspaceBytes(int64_t num_keys) {
-  constexpr int64_t kPlanBytes = 8 + 3 * 4;  // per distinct key: the key, its table, uses and place
-  // Per distinct key: hash (original and sorted), owner (also in the order of the hashes), number (twice); the storage
-  // of CUB's sort of 64-bit keys, and counts.
-  constexpr int64_t kOrderBytes = 2 * 8 + 3 * 4 + 2 * 4 + (8 + 4) + 8;
-  constexpr int64_t kSortBytes = 1 << 20;  // CUB's sort, independent of the keys: its histograms are far smaller
-  const int64_t padded = PaddedToLine(num_keys);
-  const int64_t making = PlanWorkspaceBytes(num_keys), ordering = kSortBytes + padded * kOrderBytes;
-  return kControlBytes + padded * kPlanBytes + (making > ordering ? making : ordering);
-}
-
 /// The assignment of keys to shards.
 struct OwnersView {
   const uint32_t* tables;  // [num_tables, kNumTableWords]
   int32_t num_tables;
   const uint32_t* partition_owners;  // [kNumPartitions]
   int32_t num_shards;
+
+  /// Returns the PartitionHash of a key of a table.
+  JAXSOK_HOST_DEVICE uint64_t HashOf(uint64_t key, uint32_t table) const {
+    const uint32_t* words = tables + int64_t{table} * kNumTableWords;
+    return PartitionHash(key, Word64(words[kTableNameLow], words[kTableNameHigh]));
+  }
+  /// Returns the shard of a key of a table. An owner of num_shards or more counts as the last shard.
+  JAXSOK_HOST_DEVICE uint32_t Of(uint64_t key, uint32_t table) const {
+    const uint32_t* words = tables + int64_t{table} * kNumTableWords;
+    return OwnerOf(words, partition_owners, static_cast<uint32_t>(num_shards), HashOf(key, table));
+  }
 };
 
 struct RequestsView {
@@ -55,13 +64,24 @@ struct RequestsView {
   uint64_t* hashes;   // [num_keys]: the RoundHash of each request; then all ones. nullptr: not requested
 };
 
+/// Returns the bytes for ordering distinct keys by hash: hash (original and sorted), number (twice), place and owner;
+/// and the storage of CUB's sort of 64-bit keys.
+constexpr int64_t HashOrderBytes(int64_t num_keys) {
+  return PaddedToLine(num_keys) * (2 * 8 + 4 * 4 + 8) + DealCountBytes(num_keys) + DealSortBytes(num_keys);
+}
+/// Returns the bytes of distinct keys, and of the larger workspace of making them and ordering them by hash.
+constexpr int64_t PlanRequestsWorkspaceBytes(int64_t num_keys) {
+  const int64_t making = PlanWorkspaceBytes(num_keys) + DealSortBytes(0), ordering = HashOrderBytes(num_keys);
+  return PaddedToLine(num_keys) * int64_t{sizeof(Request)} + (making > ordering ? making : ordering);
+}
+
 /// Makes the keys of a batch distinct and orders them by the shard that owns them.
 ///
-/// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards. An owner of num_shards or more counts as the last
-///          shard.
+/// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards.
 /// Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run and on
 ///          both back ends. (Keys of two tables may share a hash; those of one do not.)
-/// Cost   : as LaunchPlan, and a radix sort of the distinct keys: by the bits of num_shards, or by 64 and those.
+/// Cost   : as LaunchPlan; a radix sort of the distinct keys by their hash, if wanted; and another by the bits of
+///          num_shards if there are more than 64.
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace);
 
@@ -76,6 +96,7 @@ constexpr uint32_t kLeftOut = uint32_t{1} << 31;
 
 struct UsesView {
   BagUse* uses;      // [num_keys]: owner by owner, then by position; then padding
+  int32_t* starts;   // [num_shards + 1]: where the uses of each owner begin, and the end of the last
   int32_t* offsets;  // [num_shards, num_bags + 1]: the begin of each bag among the uses of an owner, and their number
   float* scales;     // [num_bags]: the factor of a bag's sum; -0 if and only if its divisor is zero
   int64_t num_bags;  // of all features
@@ -85,17 +106,17 @@ JAXSOK_HOST_DEVICE float ScaleOfBag(bool is_divided, bool is_left_out, float sca
   return !is_divided ? 1.0f : is_left_out ? -0.0f : scale == 0.0f ? 0.0f : scale;
 }
 
-/// Returns the bytes for ordering a batch's uses: owner, bag and position of each, original and sorted, and CUB's sort.
+/// Returns the bytes for ordering a batch's uses: owner and bag of each, bags in the order of the owners, and dealing.
 constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
-  constexpr int64_t kSortBytes = 1 << 20;
-  return kSortBytes + kControlBytes + PaddedToLine(kMaxShards + 1) * 4 + PaddedToLine(num_keys) * (5 * 4 + 2 * 8);
+  return PaddedToLine(num_keys) * (3 * 4) + DealCountBytes(num_keys) + DealSortBytes(num_keys);
 }
 
 /// Orders the uses of bags by the shard that owns the row.
 ///
 /// Pre    : as for LaunchPlanRequests; features lie bag after bag.
 /// Order  : by owner, then by position: an owner gets the batch without the uses of other owners' rows.
-/// Cost   : 12 B a position in, 16 out, and a radix sort by the bits of num_shards; 4 B for each pair of bag and owner.
+/// Cost   : 12 B a position in, 16 out, 4 B for each pair of bag and owner; and a radix sort by the bits of num_shards if
+///          there are more than 64.
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace);
 

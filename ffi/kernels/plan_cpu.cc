@@ -256,10 +256,8 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   uint32_t* order = ordering.Take<uint32_t>(num_keys);
   RunRanges(stream, num_unique, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
-      const uint32_t* words = owners.tables + int64_t{plan.unique_tables[u]} * kNumTableWords;
-      const uint64_t hash = PartitionHash(plan.unique[u], Word64(words[kTableNameLow], words[kTableNameHigh]));
-      const uint32_t owner = OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(owners.num_shards), hash);
-      hashes[u] = RoundHash(hash);
+      const uint32_t owner = owners.Of(plan.unique[u], plan.unique_tables[u]);
+      hashes[u] = RoundHash(owners.HashOf(plan.unique[u], plan.unique_tables[u]));
       classes[u] = owner << hash_bits | (hash_bits == 0 ? 0 : static_cast<uint32_t>(hashes[u] >> (64 - hash_bits)));
     }
   });
@@ -296,18 +294,16 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
   const int64_t num_shards = owners.num_shards, num_tiles = static_cast<int64_t>(bags.tiles().size());
   WorkspaceCutter cutter(workspace);
   uint32_t* owner_of = cutter.Take<uint32_t>(batch.num_keys);  // of positions in bags; kNoOwner: padding
-  std::vector<int32_t> places(num_tiles * num_shards, 0), starts(num_shards + 1, 0);
+  std::vector<int32_t> places(num_tiles * num_shards, 0);
+  int32_t* starts = out.starts;
 
   RunTasks(stream, num_tiles, [&](int64_t t) {
     const Tile& tile = bags.tiles()[t];
     const FeatureView& feature = bags.features()[tile.feature];
-    const uint32_t* words = owners.tables + int64_t{feature.table} * kNumTableWords;
-    const uint64_t name = Word64(words[kTableNameLow], words[kTableNameHigh]);
     for (int64_t i = feature.BagBegin(tile.bag_begin); i < feature.BagBegin(tile.bag_end); ++i) {
       owner_of[i] = kNoOwner;
       if (batch.keys[i] == kPaddingKey) continue;
-      owner_of[i] = OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(num_shards),
-                            PartitionHash(batch.keys[i], name));
+      owner_of[i] = owners.Of(batch.keys[i], feature.table);
       ++places[t * num_shards + owner_of[i]];
     }
   });

@@ -1,5 +1,12 @@
-// Distinct keys on a GPU: the passes of index_cuda.cuh over a scratch index in the workspace, and sorts of their
-// results by owner.
+// Distinct keys on a GPU, and their order by owner.
+//
+// To make n keys distinct, these kernels run on one stream:
+//   prepare  the scratch index is emptied.
+//   claim    each position takes or meets the entry of its key, which keeps the key's first position.
+//   count    positions that find themselves in their entry are the first; each chunk counts them by owner, and the last
+//            block to end sums the counts up.
+//   deal     first positions write the key at its place.
+//   resolve  each position reads the place of its key.
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
@@ -10,159 +17,111 @@
 namespace jaxsok {
 namespace {
 
-/// A sink that makes new pairs the next distinct keys.
-struct PlanSink {
-  IndexView index;
-  PlanView plan;
-  uint32_t num_keys;
-  uint64_t salt;
+// Dealing: items go to their owners, in order. ---------------------------------------------------------------
 
-  // The scratch index is half empty for any keys, and callers cannot aim at an index with a secret salt, so a walk may
-  // go all the way round.
-  __device__ uint32_t MaxProbes() const { return index.num_buckets; }
-  __device__ uint64_t Salt() const { return salt; }
-  __device__ const IndexView& Index() const { return index; }
-  __device__ uint32_t Available() const { return num_keys; }
-  __device__ uint32_t RowOf(uint32_t ordinal) const { return ordinal; }
-  __device__ void WriteRecord(uint32_t ordinal, uint64_t key, uint32_t table) const {
-    plan.unique[ordinal] = key;
-    plan.unique_tables[ordinal] = table;
+constexpr uint32_t kMostDealtOwners = 64;  // more owners: a radix sort
+constexpr int kItemsPerThread = static_cast<int>(kCountedTogether) / kBlock;
+constexpr int kWarpsPerBlock = kBlock / kWarp;
+constexpr int kWarpsPerChunk = static_cast<int>(kCountedTogether) / kWarp;
+static_assert(kWarpsPerChunk == kWarp, "a lane sums up the warps of a chunk for each owner");
+
+/// The arrays for dealing `num_items` items to their owners.
+struct Dealing {
+  uint32_t* owners;       // by item; num_owners: the item goes to none
+  uint32_t* counts;       // [num_owners, chunks]: items of an owner in each chunk; then the place of the first one
+  uint32_t* blocks_done;  // zero before
+  int32_t* starts;        // [num_owners + 1], the output: places at which the items of each owner begin
+  int64_t num_items;
+  uint32_t num_owners;
+  void* sort_workspace;  // for more than kMostDealtOwners: DealSortBytes
+
+  __device__ int64_t NumChunks() const { return CeilDiv(num_items, kCountedTogether); }
+  /// Returns the item of this thread in a step of its block's chunk.
+  __device__ int64_t Item(int step) const {
+    return int64_t{blockIdx.x} * kCountedTogether + step * kBlock + static_cast<int64_t>(threadIdx.x);
   }
-  __device__ uint64_t KeyOf(uint32_t ordinal) const { return plan.unique[ordinal]; }
-  __device__ uint32_t TableOf(uint32_t ordinal) const { return plan.unique_tables[ordinal]; }
-  __device__ int LanesOfRow() const { return 1; }
-  __device__ void WriteRow(uint32_t, uint64_t, uint32_t, int, int) const {}
-  __device__ void CountNew(uint32_t, int) const {}
-  __device__ void Commit(uint32_t num_new) const { *plan.num_unique = static_cast<int32_t>(num_new); }
-  __device__ void SawUnplaced() const {}
-  __device__ void SawProbes(int) const {}
-  __device__ void SawEntry(uint64_t, uint32_t, uint32_t) const {}
-  __device__ int NumTables() const { return kSharedTables + 1; }
 };
 
-// Empties the scratch index and gives every output its value beyond the distinct keys.
-__global__ void __launch_bounds__(kBlock) PlanPrepareKernel(PlanSink sink, InsertControl* control) {
-  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  uint4* words = reinterpret_cast<uint4*>(sink.index.buckets);
-  for (int64_t i = start; i < int64_t{sink.index.num_buckets} * kEntriesPerBucket; i += stride) {
-    words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+// A block for each chunk: lists the owners of its items and counts them. The last block to end sums the counts up, by
+// owner and then by chunk, which gives the place of every owner's first item of every chunk.
+// Blocks write their own counts; the last one, identified by a ticket after a fence, rewrites all of them.
+template <typename Source>
+__global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Dealing d) {
+  __shared__ BlockScan::TempStorage storage;
+  __shared__ uint32_t num_of_owner[kMostDealtOwners];
+  if (threadIdx.x < d.num_owners) num_of_owner[threadIdx.x] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int step = 0; step < kItemsPerThread; ++step) {
+    const int64_t item = d.Item(step);
+    const uint32_t owner = source(item, item < d.num_items, d.num_owners);
+    if (item < d.num_items) d.owners[item] = owner;
+    if (owner < d.num_owners) atomicAdd(&num_of_owner[owner], 1u);
   }
-  for (int64_t i = start; i < sink.num_keys; i += stride) {
-    sink.plan.unique[i] = kPaddingKey;
-    sink.plan.unique_tables[i] = 0;
-    sink.plan.multiplicity[i] = 0;
-  }
-  if (start < static_cast<int64_t>(sizeof(InsertControl) / 4)) reinterpret_cast<uint32_t*>(control)[start] = 0;
-  if (start == 0) *sink.plan.num_unique = 0;
+  __syncthreads();
+  if (threadIdx.x < d.num_owners) d.counts[threadIdx.x * d.NumChunks() + blockIdx.x] = num_of_owner[threadIdx.x];
+  __syncthreads();
+  if (!IsLastBlock(d.blocks_done)) return;
+  const uint32_t total =
+      SumCountsBefore(d.counts, static_cast<uint32_t>(d.num_owners * d.NumChunks()), storage);
+  __syncthreads();
+  if (threadIdx.x < d.num_owners) d.starts[threadIdx.x] = static_cast<int32_t>(d.counts[threadIdx.x * d.NumChunks()]);
+  if (threadIdx.x == 0) d.starts[d.num_owners] = static_cast<int32_t>(total);
 }
 
-// One thread, one position. `inverse` holds kPendingRow until it is known. Positions outside all bags are padding.
-__global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertWorkspace w, BatchView batch) {
-  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  bool pending = false;
-  if (i < sink.num_keys) {
-    const uint64_t key = __ldg(batch.keys + i);
-    const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
-                                                              static_cast<int32_t>(i), batch.num_keys));
-    int32_t first, last;
-    f.Bags(batch.offsets, &first, &last);
-    const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
-    if (key == kPaddingKey || at_feature < first || at_feature >= last) {
-      sink.plan.inverse[i] = static_cast<int32_t>(kNoRow);
-    } else {
-      const ProbeResult at = Claim(sink.index, key, static_cast<uint32_t>(f.table), sink.Salt(), sink.MaxProbes(),
-                                   static_cast<uint32_t>(i));
-      sink.plan.inverse[i] = static_cast<int32_t>(kPendingRow);
-      w.entry_of[i] = at.entry;
-      pending = true;
+// A block for each chunk: calls put(item, place) for its items, and put.Nothing(place) for places without an item.
+// Every place has one item, or none, so no two threads put at one place.
+template <typename Put>
+__global__ void __launch_bounds__(kBlock) DealKernel(Put put, Dealing d) {
+  __shared__ uint32_t place_of_warp[kMostDealtOwners][kWarpsPerChunk];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (uint32_t o = warp; o < d.num_owners; o += kWarpsPerBlock) place_of_warp[o][lane] = 0;
+  __syncthreads();
+  uint32_t owners[kItemsPerThread], ranks[kItemsPerThread];
+#pragma unroll
+  for (int step = 0; step < kItemsPerThread; ++step) {
+    const int64_t item = d.Item(step);
+    owners[step] = item < d.num_items ? d.owners[item] : d.num_owners;
+  }
+#pragma unroll
+  for (int step = 0; step < kItemsPerThread; ++step) {
+    const unsigned same = __match_any_sync(~0u, owners[step]);
+    ranks[step] = static_cast<uint32_t>(__popc(same & ((1u << lane) - 1)));
+    if (ranks[step] == 0 && owners[step] < d.num_owners) {
+      place_of_warp[owners[step]][step * kWarpsPerBlock + warp] = static_cast<uint32_t>(__popc(same));
     }
   }
-  const int num_pending = __syncthreads_count(pending);
-  if (threadIdx.x == 0 && num_pending != 0) atomicAdd(&w.control->num_pending, static_cast<uint32_t>(num_pending));
-}
-
-// One thread, one position. Lanes of a warp with one key add to its multiplicity together.
-__global__ void __launch_bounds__(kBlock) PlanResolveKernel(PlanSink sink, InsertWorkspace w) {
-  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  uint32_t at = kNoRow;
-  if (i < sink.num_keys) {
-    at = static_cast<uint32_t>(sink.plan.inverse[i]);
-    if (at == kPendingRow) at = static_cast<uint32_t>(LoadHalf(sink.index.EntryAt(w.entry_of[i])));
-    sink.plan.inverse[i] = static_cast<int32_t>(at == kNoRow ? sink.num_keys : at);
+  __syncthreads();
+  for (uint32_t o = warp; o < d.num_owners; o += kWarpsPerBlock) {
+    const uint32_t count = place_of_warp[o][lane];
+    uint32_t before = count;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, before, distance);
+      if (lane >= distance) before += other;
+    }
+    place_of_warp[o][lane] = d.counts[o * d.NumChunks() + blockIdx.x] + before - count;
   }
-  const unsigned same = __match_any_sync(~0u, at);
-  if (at != kNoRow && __ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
-    atomicAdd(sink.plan.multiplicity + at, __popc(same));
+  __syncthreads();
+  const int32_t total = d.starts[d.num_owners];
+#pragma unroll
+  for (int step = 0; step < kItemsPerThread; ++step) {
+    const int64_t item = d.Item(step);
+    if (owners[step] < d.num_owners) {
+      put(item, place_of_warp[owners[step]][step * kWarpsPerBlock + warp] + ranks[step]);
+    }
+    if (item >= total && item < d.num_items) put.Nothing(item);  // as a place
   }
 }
 
-/// The inputs and outputs of the sorts, by number of a distinct key or by place.
-struct OrderWorkspace {
-  uint64_t* hashes;         // by number; nullptr: the order is not by hash
-  uint64_t* sorted_hashes;  // the output of the sort
-  uint32_t* owners;         // by number
-  uint32_t* moved_owners;   // in the order of the hashes
-  uint32_t* sorted_owners;  // by place
-  uint32_t* order;          // numbers
-  uint32_t* sorted_order;
-  void* sort_storage;
-  size_t sort_bytes;
-};
-
-/// Sorts the numbers of distinct keys by hash.
-LaunchError SortByHash(Stream stream, const OrderWorkspace& w, int64_t num_keys) {
-  size_t bytes = w.sort_bytes;
-  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, bytes, w.hashes, w.sorted_hashes, w.order,
-                                                        w.sorted_order, static_cast<int>(num_keys), 0, 64, stream));
-  return nullptr;
-}
-
-/// Cuts the workspace of OrderRequests from `rest`; `num_bytes`: its size.
-LaunchError CutOrder(WorkspaceCutter rest, int64_t num_bytes, int64_t num_keys, bool by_hash, int owner_bits,
-                     OrderWorkspace* w) {
-  w->hashes = by_hash ? rest.Take<uint64_t>(num_keys) : nullptr;
-  w->sorted_hashes = by_hash ? rest.Take<uint64_t>(num_keys) : nullptr;
-  w->owners = rest.Take<uint32_t>(num_keys);
-  w->moved_owners = rest.Take<uint32_t>(num_keys);
-  w->sorted_owners = rest.Take<uint32_t>(num_keys);
-  w->order = rest.Take<uint32_t>(num_keys);
-  w->sorted_order = rest.Take<uint32_t>(num_keys);
-  w->sort_storage = rest.Rest();
-  size_t hash_bytes = 0;
-  const PairsToSort by_owner{w->owners, w->order, w->sorted_owners, w->sorted_order, num_keys};
-  JAXSOK_RETURN_IF_LAUNCH(SortPairs(nullptr, by_owner, owner_bits, nullptr, &w->sort_bytes));
-  if (by_hash) {
-    JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, hash_bytes, w->hashes, w->sorted_hashes, w->order,
-                                                          w->sorted_order, static_cast<int>(num_keys), 0, 64));
-  }
-  if (hash_bytes > w->sort_bytes) w->sort_bytes = hash_bytes;
-  return rest.used() + static_cast<int64_t>(w->sort_bytes) > num_bytes ? "workspace is smaller than its bound"
-                                                                       : nullptr;
-}
-
-// One thread, one distinct key: its hash and its owner. Numbers beyond the distinct keys get all ones, so they are last
-// in every sort; a real hash of all ones comes before them, because its number is smaller.
-__global__ void __launch_bounds__(kBlock)
-    OwnersKernel(PlanView plan, OwnersView owners, OrderWorkspace w, int64_t num_keys) {
-  const int64_t u = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (u >= num_keys) return;
-  uint64_t hash = ~uint64_t{0};
-  uint32_t owner = kNoOwner;
-  if (u < *plan.num_unique) {
-    const uint32_t* words = owners.tables + int64_t{plan.unique_tables[u]} * kNumTableWords;
-    const uint64_t partition_hash = PartitionHash(plan.unique[u], Word64(words[kTableNameLow], words[kTableNameHigh]));
-    owner = OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(owners.num_shards), partition_hash);
-    hash = RoundHash(partition_hash);
-  }
-  if (w.hashes != nullptr) w.hashes[u] = hash;
-  w.owners[u] = owner;
-  w.order[u] = static_cast<uint32_t>(u);
-}
-
-// One thread, one place in the order of the hashes.
-__global__ void __launch_bounds__(kBlock) MoveOwnersKernel(OrderWorkspace w, int64_t num_keys) {
-  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (i < num_keys) w.moved_owners[i] = w.owners[w.sorted_order[i]];
+// One thread, one item: its owner, for a sort.
+template <typename Source>
+__global__ void __launch_bounds__(kBlock) ListOwnersKernel(Source source, Dealing d, uint32_t* items) {
+  const int64_t item = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  const uint32_t owner = source(item, item < d.num_items, d.num_owners);
+  if (item >= d.num_items) return;
+  d.owners[item] = owner;
+  items[item] = static_cast<uint32_t>(item);
 }
 
 /// Returns the first place of sorted[0 .. size) that is not below `value`.
@@ -179,27 +138,249 @@ __device__ __forceinline__ int32_t LowerBound(const uint32_t* sorted, int32_t si
   return low;
 }
 
-// One thread, one place: its request and hash; and one owner: the begin of its requests. `order` has each number once,
-// so each entry of place_of is written once. nullptr: the order is that of the numbers.
+// One thread, one place in the order of the owners, and one owner.
+template <typename Put>
 __global__ void __launch_bounds__(kBlock)
-    PlaceKernel(PlanView plan, RequestsView out, int32_t num_shards, const uint32_t* order, const uint64_t* hashes,
-                const uint32_t* sorted_owners, uint32_t* place_of, int64_t num_keys) {
+    PutSortedKernel(Put put, Dealing d, const uint32_t* sorted_owners, const uint32_t* sorted_items) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (i <= num_shards) {
-    const int32_t num_unique = *plan.num_unique;
-    out.starts[i] = i == 0            ? 0
-                    : i == num_shards ? num_unique
-                                      : LowerBound(sorted_owners, num_unique, static_cast<uint32_t>(i));
+  if (i <= d.num_owners) {
+    d.starts[i] = LowerBound(sorted_owners, static_cast<int32_t>(d.num_items), static_cast<uint32_t>(i));
   }
-  if (i >= num_keys) return;
-  const uint32_t u = order == nullptr ? static_cast<uint32_t>(i) : order[i];
-  const uint64_t key = plan.unique[u];
-  reinterpret_cast<uint4*>(out.requests)[i] =
-      make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), plan.unique_tables[u],
-                 static_cast<uint32_t>(plan.multiplicity[u]));
-  if (order != nullptr) place_of[u] = static_cast<uint32_t>(i);
-  if (hashes != nullptr) out.hashes[i] = hashes[u];
+  if (i >= d.num_items) return;
+  if (sorted_owners[i] < d.num_owners) {
+    put(sorted_items[i], static_cast<uint32_t>(i));
+  } else {
+    put.Nothing(i);
+  }
 }
+
+/// Deals items to their owners.
+///
+/// source(item, is_item, none) returns the owner of an item, or `none`; all lanes of a warp call it. put(item, place)
+/// and put.Nothing(place) as in DealKernel.
+/// Post: places are by owner, then by item.
+template <typename Source, typename Put>
+LaunchError Deal(Stream stream, const Dealing& d, const Source& source, const Put& put) {
+  if (d.num_owners <= kMostDealtOwners) {
+    const unsigned chunks = static_cast<unsigned>(std::max<int64_t>(1, CeilDiv(d.num_items, kCountedTogether)));
+    CountOwnersKernel<<<chunks, kBlock, 0, stream>>>(source, d);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    DealKernel<<<chunks, kBlock, 0, stream>>>(put, d);
+    return LastLaunchError();
+  }
+  WorkspaceCutter cutter(d.sort_workspace);
+  uint32_t* items = cutter.Take<uint32_t>(d.num_items);
+  uint32_t* sorted_owners = cutter.Take<uint32_t>(d.num_items);
+  uint32_t* sorted_items = cutter.Take<uint32_t>(d.num_items);
+  const PairsToSort pairs{d.owners, items, sorted_owners, sorted_items, d.num_items};
+  const int owner_bits = BitsBelow(d.num_owners);
+  size_t bytes = 0;
+  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, pairs, owner_bits, nullptr, &bytes));
+  if (cutter.used() + static_cast<int64_t>(bytes) > DealSortBytes(d.num_items)) {
+    return "workspace is smaller than its bound";
+  }
+  if (d.num_items > 0) {
+    ListOwnersKernel<<<BlocksFor(d.num_items), kBlock, 0, stream>>>(source, d, items);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, pairs, owner_bits, cutter.Rest(), &bytes));
+  }
+  const int64_t num_places = std::max(d.num_items, int64_t{d.num_owners} + 1);
+  PutSortedKernel<<<BlocksFor(num_places), kBlock, 0, stream>>>(put, d, sorted_owners, sorted_items);
+  return LastLaunchError();
+}
+
+// Distinct keys. ----------------------------------------------------------------------------------------------
+
+constexpr uint32_t kNoPosition = ~uint32_t{0};
+
+/// The distinct keys by place: arrays, or columns of lines.
+struct DistinctColumns {
+  uint64_t* keys;
+  uint32_t* tables;
+  uint32_t* uses;
+  int key_stride, word_stride;
+
+  static DistinctColumns Of(const PlanView& plan) {
+    return {plan.unique, plan.unique_tables, reinterpret_cast<uint32_t*>(plan.multiplicity), 1, 1};
+  }
+  static DistinctColumns Of(Request* lines) { return {&lines->key, &lines->table, &lines->uses, 2, 4}; }
+  __device__ void Write(int64_t place, uint64_t key, uint32_t table, uint32_t num_uses) const {
+    keys[place * key_stride] = key;
+    tables[place * word_stride] = table;
+    uses[place * word_stride] = num_uses;
+  }
+};
+static_assert(sizeof(Request) == 16, "a line is two keys, or four words");
+
+struct DistinctWorkspace {
+  IndexView index;
+  uint32_t* first_of;  // by position: its entry in the index, then the first position of its key; kNoPosition: padding
+  uint32_t* uses;      // by first position
+  uint32_t* place_of;  // by first position
+  Dealing dealing;
+
+  /// Cuts the workspace of making `num_keys` keys distinct; the index comes last.
+  static DistinctWorkspace Cut(void* workspace, int64_t num_keys) {
+    WorkspaceCutter cutter(workspace);
+    DistinctWorkspace w;
+    w.first_of = cutter.Take<uint32_t>(num_keys);
+    w.uses = cutter.Take<uint32_t>(num_keys);
+    w.place_of = cutter.Take<uint32_t>(num_keys);
+    w.dealing.owners = cutter.Take<uint32_t>(num_keys);
+    w.dealing.counts = cutter.Take<uint32_t>(kMostDealtOwners * CeilDiv(num_keys, kCountedTogether));
+    w.dealing.blocks_done = cutter.Take<uint32_t>(1);
+    w.dealing.starts = cutter.Take<int32_t>(2);
+    w.dealing.num_items = num_keys;
+    w.dealing.num_owners = 1;
+    // Owners are known before places, so a sort may use the memory of the index.
+    w.dealing.sort_workspace = cutter.Rest();
+    w.index.num_buckets = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, 2) + 16);
+    w.index.buckets = cutter.Take<Bucket>(w.index.num_buckets);
+    return w;
+  }
+};
+
+__global__ void __launch_bounds__(kBlock) PrepareDistinctKernel(DistinctWorkspace w) {
+  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
+  uint4* words = reinterpret_cast<uint4*>(w.index.buckets);
+  for (int64_t i = start; i < int64_t{w.index.num_buckets} * kEntriesPerBucket; i += stride) {
+    words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  for (int64_t i = start; i < w.dealing.num_items; i += stride) w.uses[i] = 0;
+  if (start == 0) *w.dealing.blocks_done = 0;
+}
+
+// One thread, one position. Positions outside all bags are padding.
+// The index is half empty for any keys, and callers cannot aim at an index with a secret salt, so a walk may go all the
+// way round.
+__global__ void __launch_bounds__(kBlock) ClaimDistinctKernel(DistinctWorkspace w, BatchView batch, uint64_t salt) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i >= batch.num_keys) return;
+  const uint64_t key = __ldg(batch.keys + i);
+  const Feature f = Feature::Load(
+      batch.features,
+      FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(i), batch.num_keys));
+  int32_t first, last;
+  f.Bags(batch.offsets, &first, &last);
+  const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
+  const bool is_padding = key == kPaddingKey || at_feature < first || at_feature >= last;
+  w.first_of[i] = is_padding ? kNoPosition
+                             : Claim(w.index, key, static_cast<uint32_t>(f.table), salt, w.index.num_buckets,
+                                     static_cast<uint32_t>(i))
+                                   .entry;
+}
+
+/// Gives the first position of each key to the owner of the key, and counts uses.
+struct FirstsSource {
+  DistinctWorkspace w;
+  const uint64_t* keys;
+  TableOfPosition table_of;
+  OwnersView owners;  // without tables: there is one owner
+
+  __device__ uint32_t operator()(int64_t i, bool is_position, uint32_t none) const {
+    uint32_t first = is_position ? w.first_of[i] : kNoPosition;
+    if (first != kNoPosition) first = static_cast<uint32_t>(LoadHalf(w.index.EntryAt(first)));
+    if (is_position) w.first_of[i] = first;
+    const unsigned same = __match_any_sync(~0u, first);  // lanes of a warp with one key count together
+    if (first == kNoPosition) return none;
+    if (__ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
+      atomicAdd(w.uses + first, static_cast<uint32_t>(__popc(same)));
+    }
+    if (first != static_cast<uint32_t>(i)) return none;
+    return owners.tables == nullptr ? 0 : owners.Of(__ldg(keys + i), table_of(i));
+  }
+};
+
+/// Puts the first position of a key where its owner's next key goes.
+struct FirstsPut {
+  DistinctWorkspace w;
+  const uint64_t* keys;
+  TableOfPosition table_of;
+  DistinctColumns out;
+
+  __device__ void operator()(int64_t i, uint32_t place) const {
+    out.Write(place, __ldg(keys + i), table_of(i), w.uses[i]);
+    w.place_of[i] = place;
+  }
+  __device__ void Nothing(int64_t place) const { out.Write(place, kPaddingKey, 0, 0); }
+};
+
+// One thread, one position: the place of its key.
+__global__ void __launch_bounds__(kBlock) ResolveKernel(DistinctWorkspace w, int32_t* inverse, int32_t* num_distinct) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x, num_keys = w.dealing.num_items;
+  if (i == 0 && num_distinct != nullptr) *num_distinct = w.dealing.starts[w.dealing.num_owners];
+  if (i >= num_keys) return;
+  const uint32_t first = w.first_of[i];
+  inverse[i] = static_cast<int32_t>(first == kNoPosition ? num_keys : w.place_of[first]);
+}
+
+/// Makes the keys of a batch distinct, by owner if `w.dealing` has several.
+LaunchError MakeDistinct(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
+                         const DistinctWorkspace& w, const DistinctColumns& out, int32_t* inverse,
+                         int32_t* num_distinct) {
+  const unsigned blocks = BlocksFor(std::max<int64_t>(1, batch.num_keys));
+  const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
+  PrepareDistinctKernel<<<blocks, kBlock, 0, stream>>>(w);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, salt);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  const FirstsSource source{w, batch.keys, table_of, owners};
+  JAXSOK_RETURN_IF_LAUNCH(Deal(stream, w.dealing, source, FirstsPut{w, batch.keys, table_of, out}));
+  ResolveKernel<<<blocks, kBlock, 0, stream>>>(w, inverse, num_distinct);
+  return LastLaunchError();
+}
+
+// Requests by hash. -------------------------------------------------------------------------------------------
+
+/// The inputs and outputs of the sort, by number of a distinct key.
+struct HashOrder {
+  uint64_t* hashes;
+  uint64_t* sorted_hashes;  // the output of the sort
+  uint32_t* numbers;
+  uint32_t* order;     // numbers in the order of the hashes
+  uint32_t* place_of;  // by number
+};
+
+// One thread, one distinct key. Numbers beyond them get all ones, so they come last; a real hash of all ones comes
+// before them, because its number is smaller.
+__global__ void __launch_bounds__(kBlock) HashKernel(const Request* lines, OwnersView owners, HashOrder w, Dealing d) {
+  const int64_t u = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (u == 0) *d.blocks_done = 0;
+  if (u >= d.num_items) return;
+  const Request& line = lines[u];
+  w.hashes[u] = line.key == kPaddingKey ? ~uint64_t{0} : RoundHash(owners.HashOf(line.key, line.table));
+  w.numbers[u] = static_cast<uint32_t>(u);
+}
+
+/// Gives keys, in the order of their hashes, to their owners.
+struct HashSource {
+  const Request* lines;
+  OwnersView owners;
+  const uint32_t* order;
+
+  __device__ uint32_t operator()(int64_t i, bool is_item, uint32_t none) const {
+    if (!is_item) return none;
+    const Request& line = lines[order[i]];
+    return line.key == kPaddingKey ? none : owners.Of(line.key, line.table);
+  }
+};
+
+struct HashPut {
+  const Request* lines;
+  HashOrder w;
+  RequestsView out;
+
+  __device__ void operator()(int64_t i, uint32_t place) const {
+    const uint32_t number = w.order[i];
+    out.requests[place] = lines[number];
+    out.hashes[place] = w.hashes[number];
+    w.place_of[number] = place;
+  }
+  __device__ void Nothing(int64_t place) const {
+    out.requests[place] = {kPaddingKey, 0, 0};
+    out.hashes[place] = ~uint64_t{0};
+  }
+};
 
 // One thread, one position: from the number of its key to the place of its request.
 __global__ void __launch_bounds__(kBlock)
@@ -208,36 +389,65 @@ __global__ void __launch_bounds__(kBlock)
   if (i < num_keys && inverse[i] < num_keys) inverse[i] = static_cast<int32_t>(place_of[inverse[i]]);
 }
 
-/// The arrays for ordering uses, by position and in the order of the owners.
+/// Orders distinct keys by owner, then by hash, then by number.
+LaunchError OrderByHash(Stream stream, const OwnersView& owners, const RequestsView& out, const Request* lines,
+                        int64_t num_keys, void* workspace) {
+  WorkspaceCutter cutter(workspace);
+  HashOrder w;
+  w.hashes = cutter.Take<uint64_t>(num_keys);
+  w.sorted_hashes = cutter.Take<uint64_t>(num_keys);
+  w.numbers = cutter.Take<uint32_t>(num_keys);
+  w.order = cutter.Take<uint32_t>(num_keys);
+  w.place_of = cutter.Take<uint32_t>(num_keys);
+  Dealing d;
+  d.owners = cutter.Take<uint32_t>(num_keys);
+  d.counts = cutter.Take<uint32_t>(kMostDealtOwners * CeilDiv(num_keys, kCountedTogether));
+  d.blocks_done = cutter.Take<uint32_t>(1);
+  d.starts = out.starts;
+  d.num_items = num_keys;
+  d.num_owners = static_cast<uint32_t>(owners.num_shards);
+  d.sort_workspace = cutter.Rest();  // one sort after the other
+  const int count = static_cast<int>(num_keys);
+  size_t bytes = 0;
+  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, bytes, w.hashes, w.sorted_hashes, w.numbers, w.order,
+                                                        count, 0, 64, stream));
+  const int64_t sort_bytes = std::max(static_cast<int64_t>(bytes), DealSortBytes(num_keys));
+  if (cutter.used() + sort_bytes > HashOrderBytes(num_keys)) return "workspace is smaller than its bound";
+  const unsigned blocks = BlocksFor(std::max<int64_t>(1, num_keys));
+  HashKernel<<<blocks, kBlock, 0, stream>>>(lines, owners, w, d);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  if (num_keys > 0) {
+    JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(d.sort_workspace, bytes, w.hashes, w.sorted_hashes, w.numbers,
+                                                          w.order, count, 0, 64, stream));
+  }
+  JAXSOK_RETURN_IF_LAUNCH(Deal(stream, d, HashSource{lines, owners, w.order}, HashPut{lines, w, out}));
+  MoveInverseKernel<<<blocks, kBlock, 0, stream>>>(out.inverse, w.place_of, num_keys);
+  return LastLaunchError();
+}
+
+// Uses of bags. -----------------------------------------------------------------------------------------------
+
 struct UsesWorkspace {
-  uint32_t* owners;  // the number of shards for padding and positions outside all bags
-  uint32_t* sorted_owners;
-  uint32_t* positions;
-  uint32_t* sorted_positions;
-  uint32_t* bags;      // by position, with kLeftOut
-  uint32_t* use_bags;  // in the order of the owners
-  uint32_t* starts;    // [num_shards + 1]
-  void* sort_storage;
-  size_t sort_bytes;
+  uint32_t* listed_owners;  // by position; the number of shards for padding and positions outside all bags
+  uint32_t* bags;           // by position, with kLeftOut
+  uint32_t* use_bags;       // in the order of the owners
+  Dealing dealing;
 };
 
 // One thread, one position: every position is padding until a bag lists it.
-__global__ void __launch_bounds__(kBlock) ListPaddingKernel(UsesWorkspace w, uint32_t num_shards, int64_t num_keys) {
+__global__ void __launch_bounds__(kBlock) ListPaddingKernel(UsesWorkspace w) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (i >= num_keys) return;
-  w.owners[i] = num_shards;
-  w.positions[i] = static_cast<uint32_t>(i);
+  if (i == 0) *w.dealing.blocks_done = 0;
+  if (i < w.dealing.num_items) w.listed_owners[i] = w.dealing.num_owners;
 }
 
 // A block lists the owners of one tile of bags, eight lanes a bag. One thread writes each position, and each bag.
 __global__ void __launch_bounds__(kBlock)
-    ListOwnersKernel(BatchView batch, OwnersView owners, UsesView out, UsesWorkspace w) {
+    ListBagsKernel(BatchView batch, OwnersView owners, UsesView out, UsesWorkspace w) {
   constexpr int kLanes = 8;
   const Feature f = Feature::Load(
       batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, blockIdx.x, batch.num_tiles));
   const int32_t first_bag = (static_cast<int32_t>(blockIdx.x) - f.tile_start) * kBagsPerTile;
-  const uint32_t* words = owners.tables + int64_t{f.table} * kNumTableWords;
-  const uint64_t name = Word64(__ldg(words + kTableNameLow), __ldg(words + kTableNameHigh));
   const int lane = threadIdx.x % kLanes, group_start = static_cast<int>(threadIdx.x % kWarp) - lane;
   const bool is_weighted = f.weights_start >= 0;
   const bool is_divided = f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn;
@@ -267,151 +477,94 @@ __global__ void __launch_bounds__(kBlock)
       const int64_t position = int64_t{f.key_start} + at;
       const uint64_t key = __ldg(batch.keys + position);
       if (key == kPaddingKey) continue;
-      w.owners[position] =
-          OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(owners.num_shards), PartitionHash(key, name));
+      w.listed_owners[position] = owners.Of(key, static_cast<uint32_t>(f.table));
       w.bags[position] = listed;
     }
   }
 }
 
-// One thread, one place: its use; and one owner: the begin of its uses.
-__global__ void __launch_bounds__(kBlock)
-    PlaceUsesKernel(BatchView batch, UsesView out, UsesWorkspace w, uint32_t num_shards) {
-  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (i <= num_shards) {
-    w.starts[i] = static_cast<uint32_t>(
-        LowerBound(w.sorted_owners, static_cast<int32_t>(batch.num_keys), static_cast<uint32_t>(i)));
+struct UsesSource {
+  const uint32_t* listed_owners;
+  __device__ uint32_t operator()(int64_t i, bool is_position, uint32_t none) const {
+    return is_position ? listed_owners[i] : none;
   }
-  if (i >= batch.num_keys) return;
-  uint4 use = make_uint4(~0u, ~0u, 0, 0);
-  if (w.sorted_owners[i] < num_shards) {
-    const int32_t position = static_cast<int32_t>(w.sorted_positions[i]);
+};
+
+struct UsesPut {
+  BatchView batch;
+  UsesView out;
+  UsesWorkspace w;
+
+  __device__ void operator()(int64_t position, uint32_t place) const {
     const uint32_t bag = w.bags[position];
-    const Feature f = Feature::Load(
-        batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, position, batch.num_keys));
-    const uint64_t key = __ldg(batch.keys + position);
+    const Feature f =
+        Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
+                                                static_cast<int32_t>(position), batch.num_keys));
     const float weight = f.weights_start < 0 ? 1.0f : __ldg(batch.weights + f.weights_start + (position - f.key_start));
-    use = make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
-                     static_cast<uint32_t>(f.table) | (bag & kLeftOut), __float_as_uint(weight));
-    w.use_bags[i] = bag & ~kLeftOut;
+    out.uses[place] = {__ldg(batch.keys + position), static_cast<uint32_t>(f.table) | (bag & kLeftOut), weight};
+    w.use_bags[place] = bag & ~kLeftOut;
   }
-  reinterpret_cast<uint4*>(out.uses)[i] = use;
-}
+  __device__ void Nothing(int64_t place) const { out.uses[place] = {kPaddingKey, 0, 0.0f}; }
+};
 
 // One thread, one bag of one owner: its begin among the uses of the owner.
 __global__ void __launch_bounds__(kBlock) BagOffsetsKernel(UsesView out, UsesWorkspace w, int64_t num_offsets) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   if (i >= num_offsets) return;
   const int64_t owner = i / (out.num_bags + 1), bag = i % (out.num_bags + 1);
-  const uint32_t begin = w.starts[owner], end = w.starts[owner + 1];
-  out.offsets[i] = LowerBound(w.use_bags + begin, static_cast<int32_t>(end - begin), static_cast<uint32_t>(bag));
+  const int32_t begin = out.starts[owner], end = out.starts[owner + 1];
+  out.offsets[i] = LowerBound(w.use_bags + begin, end - begin, static_cast<uint32_t>(bag));
 }
 
 }  // namespace
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
-  WorkspaceCutter rest(nullptr);
-  const InsertWorkspace w = InsertWorkspace::Cut(workspace, batch.num_keys, &rest);
-  PlanSink sink;
-  sink.plan = plan;
-  sink.num_keys = static_cast<uint32_t>(batch.num_keys);
-  sink.salt = salt;
-  sink.index.num_buckets = static_cast<uint32_t>(CeilDiv<int64_t>(batch.num_keys, 2) + 16);
-  sink.index.buckets = rest.Take<Bucket>(sink.index.num_buckets);
-  if (rest.used() > PlanWorkspaceBytes(batch.num_keys)) return "workspace is smaller than its bound";
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(batch.num_keys > 0 ? batch.num_keys : 1, kBlock));
-  PlanPrepareKernel<<<blocks, kBlock, 0, stream>>>(sink, w.control);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  if (batch.num_keys == 0) return nullptr;
-  const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
-  PlanClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, batch);
-  uint32_t* row_ids = reinterpret_cast<uint32_t*>(plan.inverse);
-  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys));
-  PlanResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w);
-  return LastLaunchError();
+  const DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
+  return MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctColumns::Of(plan), plan.inverse, plan.num_unique);
 }
 
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
-  const int64_t num_keys = batch.num_keys;
-  const bool by_hash = out.hashes != nullptr, by_owner = owners.num_shards > 1;
-  WorkspaceCutter kept(workspace);
-  PlanView plan;
-  plan.unique = kept.Take<uint64_t>(num_keys);
-  plan.unique_tables = kept.Take<uint32_t>(num_keys);
-  plan.multiplicity = kept.Take<int32_t>(num_keys);
-  plan.num_unique = kept.Take<int32_t>(1);
-  plan.inverse = out.inverse;
-  uint32_t* place_of = kept.Take<uint32_t>(num_keys);
-  // The ordering of requests reuses the plan's own workspace.
-  const int owner_bits = BitsBelow(owners.num_shards);
-  OrderWorkspace w;
-  JAXSOK_RETURN_IF_LAUNCH(CutOrder(kept, PlanRequestsWorkspaceBytes(num_keys), num_keys, by_hash, owner_bits, &w));
-  JAXSOK_RETURN_IF_LAUNCH(LaunchPlan(stream, batch, salt, plan, kept.Rest()));
-
-  const unsigned blocks = BlocksFor(num_keys);
-  const uint32_t* order = nullptr;
-  if (num_keys > 0 && (by_hash || by_owner)) {
-    OwnersKernel<<<blocks, kBlock, 0, stream>>>(plan, owners, w, num_keys);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    if (by_hash) {
-      JAXSOK_RETURN_IF_LAUNCH(SortByHash(stream, w, num_keys));
-      order = w.sorted_order;
-    }
-    if (by_owner && by_hash) {
-      MoveOwnersKernel<<<blocks, kBlock, 0, stream>>>(w, num_keys);
-      JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-      const PairsToSort moved{w.moved_owners, w.sorted_order, w.sorted_owners, w.order, num_keys};
-      JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, moved, owner_bits, w.sort_storage, &w.sort_bytes));
-      order = w.order;
-    } else if (by_owner) {
-      const PairsToSort numbers{w.owners, w.order, w.sorted_owners, w.sorted_order, num_keys};
-      JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, numbers, owner_bits, w.sort_storage, &w.sort_bytes));
-      order = w.sorted_order;
-    }
+  if (out.hashes == nullptr) {
+    DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
+    w.dealing.num_owners = static_cast<uint32_t>(owners.num_shards);
+    w.dealing.starts = out.starts;
+    return MakeDistinct(stream, batch, salt, owners, w, DistinctColumns::Of(out.requests), out.inverse, nullptr);
   }
-  const int64_t num_places = num_keys > owners.num_shards ? num_keys : owners.num_shards + 1;
-  PlaceKernel<<<static_cast<unsigned>(CeilDiv<int64_t>(num_places, kBlock)), kBlock, 0, stream>>>(
-      plan, out, owners.num_shards, order, w.hashes, w.sorted_owners, place_of, num_keys);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  if (order == nullptr) return nullptr;
-  MoveInverseKernel<<<blocks, kBlock, 0, stream>>>(out.inverse, place_of, num_keys);
-  return LastLaunchError();
+  WorkspaceCutter cutter(workspace);
+  Request* lines = cutter.Take<Request>(batch.num_keys);
+  const DistinctWorkspace w = DistinctWorkspace::Cut(cutter.Rest(), batch.num_keys);
+  JAXSOK_RETURN_IF_LAUNCH(
+      MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctColumns::Of(lines), out.inverse, nullptr));
+  return OrderByHash(stream, owners, out, lines, batch.num_keys, cutter.Rest());
 }
 
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
   const int64_t num_keys = batch.num_keys;
-  const uint32_t num_shards = static_cast<uint32_t>(owners.num_shards);
-  const int owner_bits = BitsBelow(num_shards);
   WorkspaceCutter cutter(workspace);
   UsesWorkspace w;
-  w.owners = cutter.Take<uint32_t>(num_keys);
-  w.sorted_owners = cutter.Take<uint32_t>(num_keys);
-  w.positions = cutter.Take<uint32_t>(num_keys);
-  w.sorted_positions = cutter.Take<uint32_t>(num_keys);
+  w.listed_owners = cutter.Take<uint32_t>(num_keys);
   w.bags = cutter.Take<uint32_t>(num_keys);
   w.use_bags = cutter.Take<uint32_t>(num_keys);
-  w.starts = cutter.Take<uint32_t>(int64_t{num_shards} + 1);
-  w.sort_storage = cutter.Rest();
-  const PairsToSort uses{w.owners, w.positions, w.sorted_owners, w.sorted_positions, num_keys};
-  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, uses, owner_bits, nullptr, &w.sort_bytes));
-  if (cutter.used() + static_cast<int64_t>(w.sort_bytes) > PlanUsesWorkspaceBytes(num_keys)) {
+  w.dealing.owners = w.listed_owners;
+  w.dealing.counts = cutter.Take<uint32_t>(kMostDealtOwners * CeilDiv(num_keys, kCountedTogether));
+  w.dealing.blocks_done = cutter.Take<uint32_t>(1);
+  w.dealing.starts = out.starts;
+  w.dealing.num_items = num_keys;
+  w.dealing.num_owners = static_cast<uint32_t>(owners.num_shards);
+  w.dealing.sort_workspace = cutter.Rest();
+  if (cutter.used() + DealSortBytes(num_keys) > PlanUsesWorkspaceBytes(num_keys)) {
     return "workspace is smaller than its bound";
   }
-  if (num_keys > 0) {
-    ListPaddingKernel<<<BlocksFor(num_keys), kBlock, 0, stream>>>(w, num_shards, num_keys);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  }
-  if (batch.num_tiles > 0) ListOwnersKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, owners, out, w);
+  ListPaddingKernel<<<BlocksFor(std::max<int64_t>(1, num_keys)), kBlock, 0, stream>>>(w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, uses, owner_bits, w.sort_storage, &w.sort_bytes));
-  PlaceUsesKernel<<<BlocksFor(std::max<int64_t>(num_keys, num_shards + 1)), kBlock, 0, stream>>>(batch, out, w,
-                                                                                                 num_shards);
+  if (batch.num_tiles > 0) ListBagsKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, owners, out, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  const int64_t num_offsets = num_shards * (out.num_bags + 1);
+  JAXSOK_RETURN_IF_LAUNCH(Deal(stream, w.dealing, UsesSource{w.listed_owners}, UsesPut{batch, out, w}));
+  const int64_t num_offsets = owners.num_shards * (out.num_bags + 1);
   BagOffsetsKernel<<<BlocksFor(num_offsets), kBlock, 0, stream>>>(out, w, num_offsets);
   return LastLaunchError();
 }

@@ -9,7 +9,7 @@
 #ifndef JAXSOK_KERNELS_WINDOW_H_
 #define JAXSOK_KERNELS_WINDOW_H_
 
-#include "../core/platform.h"
+#include "../core/hash.h"
 #include "stream.h"
 
 namespace jaxsok {
@@ -77,7 +77,7 @@ struct WindowMember {
 };
 
 /// What calls exchange. Shards that meet in calls of another kind, or of other sizes, are refused.
-enum WindowCall : uint32_t { kCallExchange, kCallLookup, kCallLookupBags, kCallUpdate, kCallUpdateBags, kCallSum };
+enum WindowCall : uint32_t { kCallExchange, kCallLookup, kCallLookupBags, kCallUpdate, kCallUpdateBags, kCallSum, kCallLines };
 
 struct WindowDevice;
 
@@ -137,6 +137,46 @@ LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void
 /// Post   : part p of `received` is this shard's part of `lines` of shard p.
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received);
+
+/// Lines of 16 bytes for each shard, and further words for it.
+struct LinesToSend {
+  const void* lines;  // those for each shard one after the other
+  int64_t num_lines;
+  const int32_t* starts;   // [num_shards + 1]: where the lines for each shard begin, and the end of the last
+  const uint32_t* digest;  // [2]: of all lines
+  const int32_t* offsets;  // [num_shards, num_offsets]
+  int64_t num_offsets;
+  int64_t send_capacity;  // lines for one shard; further ones are left out
+
+  JAXSOK_HOST_DEVICE int64_t LineBytes() const { return send_capacity * 16; }
+  /// Returns the number of words for one shard: the digest, the counts of lines for all shards, and its offsets.
+  JAXSOK_HOST_DEVICE int64_t NumWords(int32_t num_shards) const { return 2 + num_shards + num_offsets; }
+  /// Returns the bytes that one shard gets.
+  JAXSOK_HOST_DEVICE int64_t PartBytes(int32_t num_shards) const {
+    return LineBytes() + CeilDiv<int64_t>(NumWords(num_shards), 4) * 16;
+  }
+  JAXSOK_HOST_DEVICE uint32_t Word(int32_t num_shards, int64_t shard, int64_t at) const {
+    if (at < 2) return digest[at];
+    if (at < 2 + num_shards) return static_cast<uint32_t>(starts[at - 1] - starts[at - 2]);
+    return static_cast<uint32_t>(offsets[shard * num_offsets + at - 2 - num_shards]);
+  }
+};
+
+struct LinesReceived {
+  void* lines;       // [num_shards, send_capacity]; padding (a key of all ones, zeros) after those of each shard
+  int32_t* offsets;  // [num_shards, num_offsets]
+  int32_t* load;     // [2]: most lines of one shard for one, and most of all shards for one; the same everywhere
+  uint32_t* digest;  // [2]: of the digests of all shards, by shard; the same everywhere
+};
+
+/// Returns what a shard adds to the digest of all: `digest` has its words.
+JAXSOK_HOST_DEVICE uint64_t DigestOfShard(const uint32_t* digest, int32_t shard) {
+  return Mix64(Word64(digest[0] ^ static_cast<uint32_t>(shard), digest[1]));
+}
+
+/// Sends each shard its lines, and receives lines from all.
+LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const LinesToSend& send,
+                              const LinesReceived& received);
 
 /// Waits until the threads of all devices of the process run the program that exchanges next, so that all of them have
 /// recorded its CUDA graphs: a thread that records may load kernels, or allocate, and so wait for a device.

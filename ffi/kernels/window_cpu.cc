@@ -1,6 +1,8 @@
 // Windows on the CPU: the shards of one process share its memory, and meet on the host.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "parallel_cpu.h"
 #include "window.h"
@@ -35,6 +37,53 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
     std::memcpy(static_cast<char*>(received) + begin, static_cast<const char*>(exchange.received()) + begin,
                 static_cast<size_t>(end - begin));
   });
+  return nullptr;
+}
+
+LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const LinesToSend& send,
+                              const LinesReceived& received) {
+  constexpr int64_t kLineBytes = 16;
+  constexpr int64_t kLinesPerTask = kBytesPerTask / kLineBytes;
+  const int32_t num_shards = exchange.num_shards(), own = exchange.shard();
+  const int64_t part_bytes = send.PartBytes(num_shards), num_words = send.NumWords(num_shards);
+  const LineTarget target = exchange.Target(1, part_bytes);
+  for (int32_t s = 0; s < num_shards; ++s) {
+    const int64_t begin = send.starts[s], count = std::min<int64_t>(send.starts[s + 1] - begin, send.send_capacity);
+    std::memcpy(target.At(s, part_bytes), static_cast<const char*>(send.lines) + begin * kLineBytes,
+                static_cast<size_t>(count * kLineBytes));
+    auto* words = reinterpret_cast<uint32_t*>(target.At(s, part_bytes) + send.LineBytes());
+    for (int64_t at = 0; at < num_words; ++at) words[at] = send.Word(num_shards, s, at);
+  }
+  if (LaunchError error = exchange.Meet(stream)) return error;
+
+  const char* window = static_cast<const char*>(exchange.received());
+  std::vector<int64_t> totals(num_shards, 0);
+  int64_t most = 0;
+  uint32_t low = 0, high = 0;
+  for (int32_t s = 0; s < num_shards; ++s) {
+    const auto* words = reinterpret_cast<const uint32_t*>(window + s * part_bytes + send.LineBytes());
+    for (int32_t o = 0; o < num_shards; ++o) {
+      totals[o] += words[2 + o];
+      most = std::max<int64_t>(most, words[2 + o]);
+    }
+    const uint64_t digest = DigestOfShard(words, s);
+    low += static_cast<uint32_t>(digest);
+    high += static_cast<uint32_t>(digest >> 32);
+    std::copy_n(words + 2 + num_shards, send.num_offsets, received.offsets + s * send.num_offsets);
+    const int64_t count = std::min<int64_t>(words[2 + own], send.send_capacity);
+    auto* lines = static_cast<char*>(received.lines) + s * send.LineBytes();
+    RunRanges(stream, send.send_capacity, kLinesPerTask, [&](int64_t begin, int64_t end) {
+      const int64_t last = std::clamp(count, begin, end);
+      std::memcpy(lines + begin * kLineBytes, window + s * part_bytes + begin * kLineBytes,
+                  static_cast<size_t>((last - begin) * kLineBytes));
+      std::fill(reinterpret_cast<Request*>(lines) + last, reinterpret_cast<Request*>(lines) + end,
+                Request{kPaddingKey, 0, 0});
+    });
+  }
+  received.load[0] = static_cast<int32_t>(most);
+  received.load[1] = static_cast<int32_t>(*std::max_element(totals.begin(), totals.end()));
+  received.digest[0] = low;
+  received.digest[1] = high;
   return nullptr;
 }
 

@@ -140,6 +140,64 @@ __global__ void __launch_bounds__(512, 2) TakeKernel(char* received, const char*
   CopyPart<Word>(received, window, num_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
+// One thread, one line, and one word: writes them into the window of their shard.
+__global__ void __launch_bounds__(kBlock)
+    SendLinesKernel(const __grid_constant__ LineTarget target, LinesToSend send, int32_t num_shards) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  const int64_t part_bytes = send.PartBytes(num_shards), num_words = send.NumWords(num_shards);
+  if (i < num_shards * num_words) {
+    const int64_t shard = i / num_words, at = i % num_words;
+    reinterpret_cast<uint32_t*>(target.At(shard, part_bytes) + send.LineBytes())[at] = send.Word(num_shards, shard, at);
+  }
+  if (i >= send.num_lines || i >= __ldg(send.starts + num_shards)) return;
+  int32_t shard = 0;
+  while (i >= __ldg(send.starts + shard + 1)) ++shard;
+  const int64_t place = i - __ldg(send.starts + shard);
+  if (place >= send.send_capacity) return;
+  reinterpret_cast<uint4*>(target.At(shard, part_bytes))[place] = static_cast<const uint4*>(send.lines)[i];
+}
+
+// One thread, one line, and one offset. The first warp computes load and digest, a lane for each shard.
+__global__ void __launch_bounds__(kBlock)
+    TakeLinesKernel(const char* window, LinesToSend sent, LinesReceived out, int32_t shard, int32_t num_shards) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  const int64_t part_bytes = sent.PartBytes(num_shards);
+  const auto words_of = [&](int64_t from) {
+    return reinterpret_cast<const uint32_t*>(window + from * part_bytes + sent.LineBytes());
+  };
+  if (i < num_shards * sent.num_offsets) {
+    out.offsets[i] = static_cast<int32_t>(words_of(i / sent.num_offsets)[2 + num_shards + i % sent.num_offsets]);
+  }
+  if (i < num_shards * sent.send_capacity) {
+    const int64_t from = i / sent.send_capacity, place = i % sent.send_capacity;
+    static_cast<uint4*>(out.lines)[i] = place < words_of(from)[2 + shard]
+                                            ? reinterpret_cast<const uint4*>(window + from * part_bytes)[place]
+                                            : make_uint4(~0u, ~0u, 0, 0);
+  }
+  if (i >= kWarp) return;
+  const auto lane = static_cast<int32_t>(i);
+  uint32_t most = 0, total = 0, low = 0, high = 0;
+  if (lane < num_shards) {
+    for (int32_t from = 0; from < num_shards; ++from) {
+      const uint32_t count = words_of(from)[2 + lane];
+      most = max(most, count);
+      total += count;
+    }
+    const uint64_t digest = DigestOfShard(words_of(lane), lane);
+    low = static_cast<uint32_t>(digest);
+    high = static_cast<uint32_t>(digest >> 32);
+  }
+  most = __reduce_max_sync(~0u, most);
+  total = __reduce_max_sync(~0u, total);
+  low = __reduce_add_sync(~0u, low);
+  high = __reduce_add_sync(~0u, high);
+  if (lane != 0) return;
+  out.load[0] = static_cast<int32_t>(most);
+  out.load[1] = static_cast<int32_t>(total);
+  out.digest[0] = low;
+  out.digest[1] = high;
+}
+
 template <typename Word>
 int CopyBlocks(int64_t num_bytes, int most) {
   const int64_t of_block = int64_t{512} * kFlight * static_cast<int64_t>(sizeof(Word));
@@ -191,6 +249,20 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
     TakeKernel<Word><<<CopyBlocks<Word>(num_bytes, 2 * NumMultiprocessors()), 512, 0, stream>>>(
         static_cast<char*>(received), static_cast<const char*>(exchange.received()), num_bytes);
   });
+  return LastLaunchError();
+}
+
+LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const LinesToSend& send,
+                              const LinesReceived& received) {
+  const int32_t num_shards = exchange.num_shards();
+  const int64_t num_words = num_shards * send.NumWords(num_shards);
+  SendLinesKernel<<<BlocksFor(std::max(send.num_lines, num_words)), kBlock, 0, stream>>>(
+      exchange.Target(1, send.PartBytes(num_shards)), send, num_shards);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
+  const int64_t num_taken = num_shards * std::max({send.send_capacity, send.num_offsets, int64_t{1}});
+  TakeLinesKernel<<<BlocksFor(num_taken), kBlock, 0, stream>>>(static_cast<const char*>(exchange.received()), send,
+                                                              received, exchange.shard(), num_shards);
   return LastLaunchError();
 }
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.kernels.call import call, result
+from jaxsok.types import Digest
 
 
 def open_windows(platform: str, number: int, groups: Sequence[Sequence[int]], most_seconds: int) -> None:
@@ -81,6 +82,27 @@ def exchange(number: int, lines: Array) -> Array:
     received = result(lines, lines.shape, lines.dtype)
     operands = {"lines": lines} | after_meeting(number, lines)
     return call("jaxsok_window_exchange", operands, {"received": received}, window=number)["received"]
+
+
+def send_lines(
+    number: int,
+    lines: UInt32[Array, "num_lines 4"],
+    starts: Int32[Array, " num_shards_plus_1"],
+    digest: Digest,
+    offsets: Int32[Array, "num_shards num_offsets"],
+    send_capacity: int,
+) -> tuple[
+    UInt32[Array, "num_received 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest
+]:
+    """Sends each shard its lines; returns received lines and offsets, load, digest of all. See `LaunchWindowLines`."""
+    results = {
+        "received": result(lines, (offsets.shape[0] * send_capacity, 4), "uint32"),
+        "offsets_received": result(lines, offsets.shape, "int32"),
+        "load": result(lines, (1, 2), "int32"),
+        "digest_of_all": result(lines, (1, 2), "uint32"),
+    }
+    operands = {"lines": lines, "starts": starts, "digest": digest, "offsets": offsets} | after_meeting(number, lines)
+    return tuple(call("jaxsok_window_lines", operands, results, window=number).values())
 
 
 def sum_words(number: int, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:

@@ -228,6 +228,41 @@ def test_an_exchange_is_an_all_to_all(shape, dtype):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("send_capacity", [1, 40, 1000])
+@pytest.mark.parametrize("num_offsets", [0, 17, 5000])
+def test_lines_for_each_shard(send_capacity, num_offsets):
+    """Each shard gets its lines from all, cut to the capacity and padded, its offsets, and the load of all shards."""
+    mesh = mesh_of_any()
+    with on_any_platform():
+        of_mesh = windows.windows_of(MeshShards(mesh, ("data",)), "window")
+    rng, size, num_lines = np.random.default_rng(send_capacity), mesh.size, 500
+    lines = rng.integers(0, 2**32, (size, num_lines, 4), dtype=np.uint32)
+    ends = np.sort(rng.integers(0, num_lines, (size, size)), axis=1)
+    starts = np.concatenate([np.zeros((size, 1), np.int64), ends], axis=1).astype(np.int32)
+    digests = rng.integers(0, 2**32, (size, 1, 2), dtype=np.uint32)
+    offsets = rng.integers(0, 2**31, (size, size, num_offsets)).astype(np.int32)
+
+    def send(*parts):
+        out = of_mesh.send_lines(*(part[0] for part in parts), send_capacity)
+        return tuple(part[None] for part in out)
+
+    run = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    for _ in range(3):  # in the same windows
+        received, offsets_received, load, digest = map(np.asarray, run(lines, starts, digests, offsets))
+    counts = np.diff(starts, axis=1)
+    wanted = np.tile(np.array([2**32 - 1, 2**32 - 1, 0, 0], np.uint32), (size, size, send_capacity, 1))
+    for asker in range(size):
+        for owner in range(size):
+            sent = lines[asker, starts[asker, owner] : starts[asker, owner + 1]][:send_capacity]
+            wanted[owner, asker, : len(sent)] = sent
+    np.testing.assert_array_equal(received.reshape(wanted.shape), wanted)
+    np.testing.assert_array_equal(offsets_received, offsets.swapaxes(0, 1))
+    np.testing.assert_array_equal(load.reshape(size, 2), [[counts.max(), counts.sum(axis=0).max()]] * size)
+    assert len({words.tobytes() for words in digest}) == 1, "a digest of all is the same everywhere"
+    *_, other = map(np.asarray, run(lines, starts, digests[::-1], offsets))
+    assert other.tobytes() != digest.tobytes(), "it depends on which shard has which keys"
+
+
 @pytest.mark.parametrize("num_words", [1, 240, 3000])
 def test_a_sum_over_all_shards(num_words):
     """Repeated sums, in one pass or several, are those of NumPy modulo 2**32, the same on all shards."""
@@ -377,7 +412,7 @@ def test_the_calls_of_a_step(wire, form):
         embeddings, _, used = jax.eval_shape(collection.lookup, state, asked)
         of_bags, has_scale = "bags_" if form == "bags" else "", WIRES[wire].get("rows") == "float16"
         by_xla = ["window_exchange"] if form == "bags" else []
-        assert targets(plan, batch) == ["window_exchange"]
+        assert targets(plan, batch) == ["window_lines"]
         found = by_xla if has_scale else [f"lookup_{of_bags}window"]
         assert targets(collection.find, state, asked) == [*found, "window_sum"]  # of the counts
         assert targets(collection.lookup, state, asked) == (by_xla if has_scale else [f"lookup_{of_bags}window"])

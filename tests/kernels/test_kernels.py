@@ -119,7 +119,7 @@ def _plan_requests(s, x, tables, features, **attributes):
 
 
 def _plan_uses(s, x, tables, features, **attributes):
-    names, tables = ("uses", "offsets", "scales"), np.array(tables, np.uint32)
+    names, tables = ("uses", "starts", "offsets", "scales"), np.array(tables, np.uint32)
     return dict(zip(names, plan.plan_uses(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
 
 
@@ -258,6 +258,7 @@ JUDGED_ELSEWHERE = {
     "jaxsok_tickets_issue",
     "jaxsok_tickets_redeem",
     "jaxsok_window_exchange",  # all shards call it: devices/test_windows.py
+    "jaxsok_window_lines",
     "jaxsok_window_meet",
     "jaxsok_window_sum",
     "jaxsok_lookup_window",
