@@ -268,7 +268,7 @@ class Measured:
             run(steps)
             times.append((time.perf_counter() - begin) / steps * 1e3)
         # Every process runs the steps of the profile, since all of them meet in each.
-        launched = list_launched(functools.partial(run, NUM_KEY_SETS), NUM_KEY_SETS) if self.options.profile else {}
+        launched = list_launched(functools.partial(run, PER_CALL), PER_CALL) if self.options.profile else {}
         if self.recorder is None:
             return
         workload, scaling = self.workload, default_scaling(self.workload.name)

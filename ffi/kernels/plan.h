@@ -8,12 +8,12 @@ namespace jaxsok {
 
 /// Returns the bytes for dealing keys to owners by counts, at most 4 for each of 64 owners and 1,024 keys, and ends.
 constexpr int64_t DealCountBytes(int64_t num_keys) {
-  return CeilDiv(num_keys, kCountedTogether) * (64 * 4) + 3 * kWorkspaceLine;
+  return (CeilDiv(num_keys, kCountedTogether) + 1) * (64 * 4) + 3 * kWorkspaceLine;
 }
-/// Returns the bytes for dealing them by a radix sort: number, owner and both sorted, and the storage of the sort.
+/// Returns the bytes for dealing them by a radix sort: numbers and owners sorted, and the storage of the sort.
 constexpr int64_t DealSortBytes(int64_t num_keys) {
   constexpr int64_t kSortBytes = 1 << 20;  // independent of the keys: its histograms are far smaller
-  return kSortBytes + PaddedToLine(num_keys) * (3 * 4 + 2 * 4);
+  return kSortBytes + PaddedToLine(num_keys) * (2 * 4 + 2 * 4);
 }
 /// Returns the bytes of a scratch index at load 0.5 (32 bytes a key), and of four words a key.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {

@@ -17,6 +17,8 @@
 namespace jaxsok {
 namespace {
 
+constexpr uint32_t kNoPosition = ~uint32_t{0};
+
 // Dealing: items go to their owners, in order. ---------------------------------------------------------------
 
 constexpr uint32_t kMostDealtOwners = 64;  // more owners: a radix sort
@@ -24,6 +26,11 @@ constexpr int kItemsPerThread = static_cast<int>(kCountedTogether) / kBlock;
 constexpr int kWarpsPerBlock = kBlock / kWarp;
 constexpr int kWarpsPerChunk = static_cast<int>(kCountedTogether) / kWarp;
 static_assert(kWarpsPerChunk == kWarp, "a lane sums up the warps of a chunk for each owner");
+
+/// Returns the number of chunks of items, at least one.
+JAXSOK_HOST_DEVICE int64_t NumChunksOf(int64_t num_items) {
+  return CeilDiv<int64_t>(num_items + (num_items == 0 ? 1 : 0), kCountedTogether);
+}
 
 /// The arrays for dealing `num_items` items to their owners.
 struct Dealing {
@@ -33,9 +40,10 @@ struct Dealing {
   int32_t* starts;        // [num_owners + 1], the output: places at which the items of each owner begin
   int64_t num_items;
   uint32_t num_owners;
-  void* sort_workspace;  // for more than kMostDealtOwners: DealSortBytes
+  uint32_t* items;       // for more than kMostDealtOwners: memory for a number of each item,
+  void* sort_workspace;  // and for sorting them: DealSortBytes
 
-  __device__ int64_t NumChunks() const { return CeilDiv(num_items, kCountedTogether); }
+  JAXSOK_HOST_DEVICE int64_t NumChunks() const { return NumChunksOf(num_items); }
   /// Returns the item of this thread in a step of its block's chunk.
   __device__ int64_t Item(int step) const {
     return int64_t{blockIdx.x} * kCountedTogether + step * kBlock + static_cast<int64_t>(threadIdx.x);
@@ -51,12 +59,17 @@ __global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Deali
   __shared__ uint32_t num_of_owner[kMostDealtOwners];
   if (threadIdx.x < d.num_owners) num_of_owner[threadIdx.x] = 0;
   __syncthreads();
+  uint32_t found[kItemsPerThread], owners[kItemsPerThread];
+#pragma unroll
+  for (int step = 0; step < kItemsPerThread; ++step) found[step] = source.Find(d.Item(step), d.num_items);
+#pragma unroll
+  for (int step = 0; step < kItemsPerThread; ++step) owners[step] = source.Owner(d.Item(step), found[step], d.num_owners);
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) {
     const int64_t item = d.Item(step);
-    const uint32_t owner = source(item, item < d.num_items, d.num_owners);
-    if (item < d.num_items) d.owners[item] = owner;
-    if (owner < d.num_owners) atomicAdd(&num_of_owner[owner], 1u);
+    source.Note(item, found[step]);
+    if (item < d.num_items) d.owners[item] = owners[step];
+    if (owners[step] < d.num_owners) atomicAdd(&num_of_owner[owners[step]], 1u);
   }
   __syncthreads();
   if (threadIdx.x < d.num_owners) d.counts[threadIdx.x * d.NumChunks() + blockIdx.x] = num_of_owner[threadIdx.x];
@@ -116,12 +129,13 @@ __global__ void __launch_bounds__(kBlock) DealKernel(Put put, Dealing d) {
 
 // One thread, one item: its owner, for a sort.
 template <typename Source>
-__global__ void __launch_bounds__(kBlock) ListOwnersKernel(Source source, Dealing d, uint32_t* items) {
+__global__ void __launch_bounds__(kBlock) ListOwnersKernel(Source source, Dealing d) {
   const int64_t item = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  const uint32_t owner = source(item, item < d.num_items, d.num_owners);
+  const uint32_t found = source.Find(item, d.num_items), owner = source.Owner(item, found, d.num_owners);
+  source.Note(item, found);
   if (item >= d.num_items) return;
   d.owners[item] = owner;
-  items[item] = static_cast<uint32_t>(item);
+  d.items[item] = static_cast<uint32_t>(item);
 }
 
 /// Returns the first place of sorted[0 .. size) that is not below `value`.
@@ -156,31 +170,31 @@ __global__ void __launch_bounds__(kBlock)
 
 /// Deals items to their owners.
 ///
-/// source(item, is_item, none) returns the owner of an item, or `none`; all lanes of a warp call it. put(item, place)
-/// and put.Nothing(place) as in DealKernel.
+/// source.Find(item, num_items) reads what an item is, source.Owner(item, found, none) returns its owner or `none`, and
+/// source.Note(item, found), which all lanes of a warp call, may write; these are apart so that loads of several items
+/// are in flight. put(item, place) and put.Nothing(place) as in DealKernel.
 /// Post: places are by owner, then by item.
 template <typename Source, typename Put>
 LaunchError Deal(Stream stream, const Dealing& d, const Source& source, const Put& put) {
   if (d.num_owners <= kMostDealtOwners) {
-    const unsigned chunks = static_cast<unsigned>(std::max<int64_t>(1, CeilDiv(d.num_items, kCountedTogether)));
+    const auto chunks = static_cast<unsigned>(d.NumChunks());
     CountOwnersKernel<<<chunks, kBlock, 0, stream>>>(source, d);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     DealKernel<<<chunks, kBlock, 0, stream>>>(put, d);
     return LastLaunchError();
   }
   WorkspaceCutter cutter(d.sort_workspace);
-  uint32_t* items = cutter.Take<uint32_t>(d.num_items);
   uint32_t* sorted_owners = cutter.Take<uint32_t>(d.num_items);
   uint32_t* sorted_items = cutter.Take<uint32_t>(d.num_items);
-  const PairsToSort pairs{d.owners, items, sorted_owners, sorted_items, d.num_items};
-  const int owner_bits = BitsBelow(d.num_owners);
+  const PairsToSort pairs{d.owners, d.items, sorted_owners, sorted_items, d.num_items};
+  const int owner_bits = BitsBelow(static_cast<int>(d.num_owners) + 1);
   size_t bytes = 0;
   JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, pairs, owner_bits, nullptr, &bytes));
   if (cutter.used() + static_cast<int64_t>(bytes) > DealSortBytes(d.num_items)) {
     return "workspace is smaller than its bound";
   }
   if (d.num_items > 0) {
-    ListOwnersKernel<<<BlocksFor(d.num_items), kBlock, 0, stream>>>(source, d, items);
+    ListOwnersKernel<<<BlocksFor(d.num_items), kBlock, 0, stream>>>(source, d);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, pairs, owner_bits, cutter.Rest(), &bytes));
   }
@@ -190,8 +204,6 @@ LaunchError Deal(Stream stream, const Dealing& d, const Source& source, const Pu
 }
 
 // Distinct keys. ----------------------------------------------------------------------------------------------
-
-constexpr uint32_t kNoPosition = ~uint32_t{0};
 
 /// The distinct keys by place: arrays, or columns of lines.
 struct DistinctColumns {
@@ -227,12 +239,13 @@ struct DistinctWorkspace {
     w.uses = cutter.Take<uint32_t>(num_keys);
     w.place_of = cutter.Take<uint32_t>(num_keys);
     w.dealing.owners = cutter.Take<uint32_t>(num_keys);
-    w.dealing.counts = cutter.Take<uint32_t>(kMostDealtOwners * CeilDiv(num_keys, kCountedTogether));
+    w.dealing.counts = cutter.Take<uint32_t>(kMostDealtOwners * NumChunksOf(num_keys));
     w.dealing.blocks_done = cutter.Take<uint32_t>(1);
     w.dealing.starts = cutter.Take<int32_t>(2);
     w.dealing.num_items = num_keys;
     w.dealing.num_owners = 1;
-    // Owners are known before places, so a sort may use the memory of the index.
+    // Owners are known before places: a sort may use the memory of places for numbers, and that of the index.
+    w.dealing.items = w.place_of;
     w.dealing.sort_workspace = cutter.Rest();
     w.index.num_buckets = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, 2) + 16);
     w.index.buckets = cutter.Take<Bucket>(w.index.num_buckets);
@@ -277,17 +290,20 @@ struct FirstsSource {
   TableOfPosition table_of;
   OwnersView owners;  // without tables: there is one owner
 
-  __device__ uint32_t operator()(int64_t i, bool is_position, uint32_t none) const {
-    uint32_t first = is_position ? w.first_of[i] : kNoPosition;
-    if (first != kNoPosition) first = static_cast<uint32_t>(LoadHalf(w.index.EntryAt(first)));
-    if (is_position) w.first_of[i] = first;
+  __device__ uint32_t Find(int64_t i, int64_t num_positions) const {
+    const uint32_t entry = i < num_positions ? w.first_of[i] : kNoPosition;
+    return entry == kNoPosition ? kNoPosition : static_cast<uint32_t>(LoadHalf(w.index.EntryAt(entry)));
+  }
+  __device__ uint32_t Owner(int64_t i, uint32_t first, uint32_t none) const {
+    if (first == kNoPosition || first != static_cast<uint32_t>(i)) return none;
+    return owners.tables == nullptr ? 0 : owners.Of(__ldg(keys + i), table_of(i));
+  }
+  __device__ void Note(int64_t i, uint32_t first) const {
     const unsigned same = __match_any_sync(~0u, first);  // lanes of a warp with one key count together
-    if (first == kNoPosition) return none;
-    if (__ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
+    if (i < w.dealing.num_items) w.first_of[i] = first;
+    if (first != kNoPosition && __ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
       atomicAdd(w.uses + first, static_cast<uint32_t>(__popc(same)));
     }
-    if (first != static_cast<uint32_t>(i)) return none;
-    return owners.tables == nullptr ? 0 : owners.Of(__ldg(keys + i), table_of(i));
   }
 };
 
@@ -358,11 +374,12 @@ struct HashSource {
   OwnersView owners;
   const uint32_t* order;
 
-  __device__ uint32_t operator()(int64_t i, bool is_item, uint32_t none) const {
-    if (!is_item) return none;
-    const Request& line = lines[order[i]];
-    return line.key == kPaddingKey ? none : owners.Of(line.key, line.table);
+  __device__ uint32_t Find(int64_t i, int64_t num_items) const { return i < num_items ? order[i] : kNoPosition; }
+  __device__ uint32_t Owner(int64_t, uint32_t number, uint32_t none) const {
+    if (number == kNoPosition || lines[number].key == kPaddingKey) return none;
+    return owners.Of(lines[number].key, lines[number].table);
   }
+  __device__ void Note(int64_t, uint32_t) const {}
 };
 
 struct HashPut {
@@ -401,11 +418,12 @@ LaunchError OrderByHash(Stream stream, const OwnersView& owners, const RequestsV
   w.place_of = cutter.Take<uint32_t>(num_keys);
   Dealing d;
   d.owners = cutter.Take<uint32_t>(num_keys);
-  d.counts = cutter.Take<uint32_t>(kMostDealtOwners * CeilDiv(num_keys, kCountedTogether));
+  d.counts = cutter.Take<uint32_t>(kMostDealtOwners * NumChunksOf(num_keys));
   d.blocks_done = cutter.Take<uint32_t>(1);
   d.starts = out.starts;
   d.num_items = num_keys;
   d.num_owners = static_cast<uint32_t>(owners.num_shards);
+  d.items = w.numbers;
   d.sort_workspace = cutter.Rest();  // one sort after the other
   const int count = static_cast<int>(num_keys);
   size_t bytes = 0;
@@ -485,9 +503,11 @@ __global__ void __launch_bounds__(kBlock)
 
 struct UsesSource {
   const uint32_t* listed_owners;
-  __device__ uint32_t operator()(int64_t i, bool is_position, uint32_t none) const {
-    return is_position ? listed_owners[i] : none;
+  __device__ uint32_t Find(int64_t i, int64_t num_positions) const {
+    return i < num_positions ? listed_owners[i] : ~uint32_t{0};
   }
+  __device__ uint32_t Owner(int64_t, uint32_t listed, uint32_t none) const { return min(listed, none); }
+  __device__ void Note(int64_t, uint32_t) const {}
 };
 
 struct UsesPut {
@@ -550,11 +570,12 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
   w.bags = cutter.Take<uint32_t>(num_keys);
   w.use_bags = cutter.Take<uint32_t>(num_keys);
   w.dealing.owners = w.listed_owners;
-  w.dealing.counts = cutter.Take<uint32_t>(kMostDealtOwners * CeilDiv(num_keys, kCountedTogether));
+  w.dealing.counts = cutter.Take<uint32_t>(kMostDealtOwners * NumChunksOf(num_keys));
   w.dealing.blocks_done = cutter.Take<uint32_t>(1);
   w.dealing.starts = out.starts;
   w.dealing.num_items = num_keys;
   w.dealing.num_owners = static_cast<uint32_t>(owners.num_shards);
+  w.dealing.items = w.use_bags;
   w.dealing.sort_workspace = cutter.Rest();
   if (cutter.used() + DealSortBytes(num_keys) > PlanUsesWorkspaceBytes(num_keys)) {
     return "workspace is smaller than its bound";
