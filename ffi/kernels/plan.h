@@ -15,12 +15,12 @@ constexpr int64_t DealSortBytes(int64_t num_keys) {
   constexpr int64_t kSortBytes = 1 << 20;  // independent of the keys: its histograms are far smaller
   return kSortBytes + PaddedToLine(num_keys) * (2 * 4 + 2 * 4);
 }
-/// Returns the bytes of a scratch index at load 0.5 (32 bytes a key), and of four words a key.
+/// Slots of a scratch index beyond two for each key, so that an index of few keys is half empty too.
+constexpr int64_t kSpareSlots = 64;
+/// Returns the bytes of a scratch index at load 0.5, of slots and counts (24 bytes a key), and of four words a key.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
-  constexpr int64_t kMostSpareBuckets = 64;  // an index of few keys is half empty too
-  const int64_t num_buckets = CeilDiv<int64_t>(num_keys, 2) + kMostSpareBuckets;
-  return PaddedToLine(num_keys) * (4 * 4) + DealCountBytes(num_keys) + num_buckets * int64_t{sizeof(Bucket)} +
-         kWorkspaceLine;
+  return PaddedToLine(num_keys) * (4 * 4) + DealCountBytes(num_keys) +
+         PaddedToLine(2 * num_keys + kSpareSlots) * (8 + 4) + kWorkspaceLine;
 }
 
 struct PlanView {
@@ -35,7 +35,7 @@ struct PlanView {
 ///
 /// Pre    : callers who choose keys cannot know salt; no output depends on it.
 /// Order  : by first position: the same on every run and on both back ends.
-/// Cost   : 32 B of scratch index a key, written once and probed once.
+/// Cost   : 24 B of scratch index a key, written once and probed once.
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
 /// The assignment of keys to shards.

@@ -2,8 +2,8 @@
 //
 // To make n keys distinct, these kernels run on one stream:
 //   prepare  the scratch index is emptied.
-//   claim    each position takes or meets the entry of its key, which keeps the key's first position.
-//   count    positions that find themselves in their entry are the first; each chunk counts them by owner, and the last
+//   claim    each position takes or meets the slot of its key, which keeps the key's first position.
+//   count    positions that find themselves in their slot are the first; each chunk counts them by owner, and the last
 //            block to end sums the counts up.
 //   deal     first positions write the key at its place.
 //   resolve  each position reads the place of its key.
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Deali
   __shared__ uint32_t num_of_owner[kMostDealtOwners];
   if (threadIdx.x < d.num_owners) num_of_owner[threadIdx.x] = 0;
   __syncthreads();
-  uint32_t found[kItemsPerThread], owners[kItemsPerThread];
+  typename Source::Found found[kItemsPerThread];
+  uint32_t owners[kItemsPerThread];
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) found[step] = source.Find(d.Item(step), d.num_items);
 #pragma unroll
@@ -67,8 +68,9 @@ __global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Deali
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) {
     const int64_t item = d.Item(step);
+    if (item >= d.num_items) continue;
     source.Note(item, found[step]);
-    if (item < d.num_items) d.owners[item] = owners[step];
+    d.owners[item] = owners[step];
     if (owners[step] < d.num_owners) atomicAdd(&num_of_owner[owners[step]], 1u);
   }
   __syncthreads();
@@ -131,10 +133,10 @@ __global__ void __launch_bounds__(kBlock) DealKernel(Put put, Dealing d) {
 template <typename Source>
 __global__ void __launch_bounds__(kBlock) ListOwnersKernel(Source source, Dealing d) {
   const int64_t item = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  const uint32_t found = source.Find(item, d.num_items), owner = source.Owner(item, found, d.num_owners);
-  source.Note(item, found);
   if (item >= d.num_items) return;
-  d.owners[item] = owner;
+  const typename Source::Found found = source.Find(item, d.num_items);
+  d.owners[item] = source.Owner(item, found, d.num_owners);
+  source.Note(item, found);
   d.items[item] = static_cast<uint32_t>(item);
 }
 
@@ -171,8 +173,8 @@ __global__ void __launch_bounds__(kBlock)
 /// Deals items to their owners.
 ///
 /// source.Find(item, num_items) reads what an item is, source.Owner(item, found, none) returns its owner or `none`, and
-/// source.Note(item, found), which all lanes of a warp call, may write; these are apart so that loads of several items
-/// are in flight. put(item, place) and put.Nothing(place) as in DealKernel.
+/// source.Note(item, found) writes; these are apart so that loads of several items are in
+/// flight. put(item, place) and put.Nothing(place) as in DealKernel.
 /// Post: places are by owner, then by item.
 template <typename Source, typename Put>
 LaunchError Deal(Stream stream, const Dealing& d, const Source& source, const Put& put) {
@@ -224,10 +226,16 @@ struct DistinctColumns {
 };
 static_assert(sizeof(Request) == 16, "a line is two keys, or four words");
 
+constexpr uint64_t kEmptySlot = ~uint64_t{0};
+
+/// The memory for making keys distinct. A slot of the scratch index has 32 bits of its key's hash above the first
+/// position of the key; half of the slots stay empty.
 struct DistinctWorkspace {
-  IndexView index;
-  uint32_t* first_of;  // by position: its entry in the index, then the first position of its key; kNoPosition: padding
-  uint32_t* uses;      // by first position
+  unsigned long long* slots;
+  uint32_t* more_uses;  // by slot: uses but that of the first claim
+  uint32_t num_slots;
+  uint32_t* slot_of;   // by position: its slot, then the first position of its key; kNoPosition: padding
+  uint32_t* uses;      // by position
   uint32_t* place_of;  // by first position
   Dealing dealing;
 
@@ -235,7 +243,7 @@ struct DistinctWorkspace {
   static DistinctWorkspace Cut(void* workspace, int64_t num_keys) {
     WorkspaceCutter cutter(workspace);
     DistinctWorkspace w;
-    w.first_of = cutter.Take<uint32_t>(num_keys);
+    w.slot_of = cutter.Take<uint32_t>(num_keys);
     w.uses = cutter.Take<uint32_t>(num_keys);
     w.place_of = cutter.Take<uint32_t>(num_keys);
     w.dealing.owners = cutter.Take<uint32_t>(num_keys);
@@ -247,63 +255,90 @@ struct DistinctWorkspace {
     // Owners are known before places: a sort may use the memory of places for numbers, and that of the index.
     w.dealing.items = w.place_of;
     w.dealing.sort_workspace = cutter.Rest();
-    w.index.num_buckets = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, 2) + 16);
-    w.index.buckets = cutter.Take<Bucket>(w.index.num_buckets);
+    w.num_slots = static_cast<uint32_t>(2 * num_keys + kSpareSlots);
+    w.slots = cutter.Take<unsigned long long>(w.num_slots);
+    w.more_uses = cutter.Take<uint32_t>(w.num_slots);
     return w;
   }
 };
 
 __global__ void __launch_bounds__(kBlock) PrepareDistinctKernel(DistinctWorkspace w) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  uint4* words = reinterpret_cast<uint4*>(w.index.buckets);
-  for (int64_t i = start; i < int64_t{w.index.num_buckets} * kEntriesPerBucket; i += stride) {
-    words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  static_assert(kSpareSlots % 4 == 0, "slots are cleared two at a time, and counts four at a time if keys are even");
+  for (int64_t i = start; i < w.num_slots / 2; i += stride) {
+    reinterpret_cast<uint4*>(w.slots)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    reinterpret_cast<uint2*>(w.more_uses)[i] = make_uint2(0, 0);
   }
-  for (int64_t i = start; i < w.dealing.num_items; i += stride) w.uses[i] = 0;
   if (start == 0) *w.dealing.blocks_done = 0;
 }
 
 // One thread, one position. Positions outside all bags are padding.
-// The index is half empty for any keys, and callers cannot aim at an index with a secret salt, so a walk may go all the
-// way round.
-__global__ void __launch_bounds__(kBlock) ClaimDistinctKernel(DistinctWorkspace w, BatchView batch, uint64_t salt) {
+// Walks have room for any keys, and callers cannot aim at slots with a secret salt.
+// No race: a slot is taken once, by compare-and-swap; afterwards only its position is lowered, atomically. Whatever
+// position of its key a thread reads there, the key is the same.
+__global__ void __launch_bounds__(kBlock)
+    ClaimDistinctKernel(DistinctWorkspace w, BatchView batch, TableOfPosition table_of, uint64_t salt) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  if (i >= batch.num_keys) return;
-  const uint64_t key = __ldg(batch.keys + i);
-  const Feature f = Feature::Load(
-      batch.features,
-      FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(i), batch.num_keys));
-  int32_t first, last;
-  f.Bags(batch.offsets, &first, &last);
-  const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
-  const bool is_padding = key == kPaddingKey || at_feature < first || at_feature >= last;
-  w.first_of[i] = is_padding ? kNoPosition
-                             : Claim(w.index, key, static_cast<uint32_t>(f.table), salt, w.index.num_buckets,
-                                     static_cast<uint32_t>(i))
-                                   .entry;
+  uint32_t slot = kNoPosition;
+  bool is_met = false;
+  if (i < batch.num_keys) {
+    const uint64_t key = __ldg(batch.keys + i);
+    const Feature f = Feature::Load(
+        batch.features,
+        FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(i), batch.num_keys));
+    int32_t first, last;
+    f.Bags(batch.offsets, &first, &last);
+    const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
+    if (key != kPaddingKey && at_feature >= first && at_feature < last) {
+      const auto table = static_cast<uint32_t>(f.table);
+      const uint64_t hash = HashOf(key, table, salt);
+      const unsigned long long own = hash << 32 | static_cast<uint32_t>(i);
+      slot = static_cast<uint32_t>((hash >> 32) * w.num_slots >> 32);
+      for (;; slot = slot + 1 < w.num_slots ? slot + 1 : 0) {
+        unsigned long long found = __ldcg(w.slots + slot);
+        if (found == kEmptySlot) {
+          found = atomicCAS(w.slots + slot, kEmptySlot, own);
+          if (found == kEmptySlot) break;
+        }
+        if (found >> 32 != own >> 32) continue;
+        const auto other = static_cast<uint32_t>(found);
+        if (__ldg(batch.keys + other) != key || table_of(other) != table) continue;
+        if (found > own) atomicMin(w.slots + slot, own);
+        is_met = true;
+        break;
+      }
+    }
+    w.slot_of[i] = slot;
+  }
+  // Lanes of a warp with one key count together: the first of them for all that did not take the slot.
+  const unsigned same = __match_any_sync(~0u, slot) & __ballot_sync(~0u, is_met);
+  if (is_met && __ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
+    atomicAdd(w.more_uses + slot, static_cast<uint32_t>(__popc(same)));
+  }
 }
 
-/// Gives the first position of each key to the owner of the key, and counts uses.
+/// Gives the first position of each key to the owner of the key.
 struct FirstsSource {
   DistinctWorkspace w;
   const uint64_t* keys;
   TableOfPosition table_of;
   OwnersView owners;  // without tables: there is one owner
 
-  __device__ uint32_t Find(int64_t i, int64_t num_positions) const {
-    const uint32_t entry = i < num_positions ? w.first_of[i] : kNoPosition;
-    return entry == kNoPosition ? kNoPosition : static_cast<uint32_t>(LoadHalf(w.index.EntryAt(entry)));
+  struct Found {
+    uint32_t first, uses;
+  };
+  __device__ Found Find(int64_t i, int64_t num_positions) const {
+    const uint32_t slot = i < num_positions ? w.slot_of[i] : kNoPosition;
+    if (slot == kNoPosition) return {kNoPosition, 0};
+    return {static_cast<uint32_t>(w.slots[slot]), w.more_uses[slot] + 1};
   }
-  __device__ uint32_t Owner(int64_t i, uint32_t first, uint32_t none) const {
-    if (first == kNoPosition || first != static_cast<uint32_t>(i)) return none;
+  __device__ uint32_t Owner(int64_t i, Found found, uint32_t none) const {
+    if (found.first == kNoPosition || found.first != static_cast<uint32_t>(i)) return none;
     return owners.tables == nullptr ? 0 : owners.Of(__ldg(keys + i), table_of(i));
   }
-  __device__ void Note(int64_t i, uint32_t first) const {
-    const unsigned same = __match_any_sync(~0u, first);  // lanes of a warp with one key count together
-    if (i < w.dealing.num_items) w.first_of[i] = first;
-    if (first != kNoPosition && __ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
-      atomicAdd(w.uses + first, static_cast<uint32_t>(__popc(same)));
-    }
+  __device__ void Note(int64_t i, Found found) const {
+    w.slot_of[i] = found.first;
+    w.uses[i] = found.uses;
   }
 };
 
@@ -326,7 +361,7 @@ __global__ void __launch_bounds__(kBlock) ResolveKernel(DistinctWorkspace w, int
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x, num_keys = w.dealing.num_items;
   if (i == 0 && num_distinct != nullptr) *num_distinct = w.dealing.starts[w.dealing.num_owners];
   if (i >= num_keys) return;
-  const uint32_t first = w.first_of[i];
+  const uint32_t first = w.slot_of[i];
   inverse[i] = static_cast<int32_t>(first == kNoPosition ? num_keys : w.place_of[first]);
 }
 
@@ -338,7 +373,7 @@ LaunchError MakeDistinct(Stream stream, const BatchView& batch, uint64_t salt, c
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
   PrepareDistinctKernel<<<blocks, kBlock, 0, stream>>>(w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, salt);
+  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, table_of, salt);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   const FirstsSource source{w, batch.keys, table_of, owners};
   JAXSOK_RETURN_IF_LAUNCH(Deal(stream, w.dealing, source, FirstsPut{w, batch.keys, table_of, out}));
@@ -374,6 +409,7 @@ struct HashSource {
   OwnersView owners;
   const uint32_t* order;
 
+  using Found = uint32_t;
   __device__ uint32_t Find(int64_t i, int64_t num_items) const { return i < num_items ? order[i] : kNoPosition; }
   __device__ uint32_t Owner(int64_t, uint32_t number, uint32_t none) const {
     if (number == kNoPosition || lines[number].key == kPaddingKey) return none;
@@ -503,6 +539,7 @@ __global__ void __launch_bounds__(kBlock)
 
 struct UsesSource {
   const uint32_t* listed_owners;
+  using Found = uint32_t;
   __device__ uint32_t Find(int64_t i, int64_t num_positions) const {
     return i < num_positions ? listed_owners[i] : ~uint32_t{0};
   }
