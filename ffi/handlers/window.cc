@@ -38,16 +38,16 @@ ffi::Error Lines(Call& call) {
   call.Require(num_shards > 0 && received.size(0) % num_shards == 0, "received", "got ", received.size(0),
                " lines, wanted equal parts of ", num_shards, " shards");
   return call.Launch([&](Stream stream) -> LaunchError {
-    const LinesToSend send = {lines.as<void>(),      lines.size(0),   starts.as<int32_t>(),
-                              digest.as<uint32_t>(), offsets.as<int32_t>(), offsets.size(1),
-                              received.size(0) / num_shards};
+    const LinesToSend send = {
+        lines.as<void>(),      lines.size(0),   starts.as<int32_t>(),         digest.as<uint32_t>(),
+        offsets.as<int32_t>(), offsets.size(1), received.size(0) / num_shards};
     const auto shards = static_cast<int32_t>(num_shards);
     WindowExchange exchange(stream, window, call.device(), kCallLines, shards * send.PartBytes(shards));
     if (exchange.error() != nullptr) return exchange.error();
     if (exchange.num_shards() != num_shards) return "starts: not those of the window's shards";
-    return exchange.Done(LaunchWindowLines(stream, exchange, send,
-                                           {received.as<void>(), offsets_received.as<int32_t>(), load.as<int32_t>(),
-                                            digest_of_all.as<uint32_t>()}));
+    return exchange.Done(LaunchWindowLines(
+        stream, exchange, send,
+        {received.as<void>(), offsets_received.as<int32_t>(), load.as<int32_t>(), digest_of_all.as<uint32_t>()}));
   });
 }
 

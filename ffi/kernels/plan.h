@@ -15,12 +15,12 @@ constexpr int64_t DealSortBytes(int64_t num_keys) {
   constexpr int64_t kSortBytes = 1 << 20;  // independent of the keys: its histograms are far smaller
   return kSortBytes + PaddedToLine(num_keys) * (2 * 4 + 2 * 4);
 }
-/// Slots of a scratch index beyond two for each key, so that an index of few keys is half empty too.
-constexpr int64_t kSpareSlots = 64;
-/// Returns the bytes of a scratch index at load 0.5, of slots and counts (24 bytes a key), and of four words a key.
+/// Slots of the scratch index of a GPU: for each key, and further ones.
+constexpr int64_t kSlotsPerKey = 4, kSpareSlots = 64;
+/// Returns the bytes of a scratch index (32 a key), of four words a key, and of counts.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
   return PaddedToLine(num_keys) * (4 * 4) + DealCountBytes(num_keys) +
-         PaddedToLine(2 * num_keys + kSpareSlots) * (8 + 4) + kWorkspaceLine;
+         PaddedToLine(2 * (kSlotsPerKey * num_keys + kSpareSlots)) * 4 + kWorkspaceLine;
 }
 
 struct PlanView {
@@ -35,7 +35,7 @@ struct PlanView {
 ///
 /// Pre    : callers who choose keys cannot know salt; no output depends on it.
 /// Order  : by first position: the same on every run and on both back ends.
-/// Cost   : 24 B of scratch index a key, written once and probed once.
+/// Cost   : 32 B of scratch index a key, written once and probed once.
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
 /// The assignment of keys to shards.
@@ -115,7 +115,8 @@ constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
 ///
 /// Pre    : as for LaunchPlanRequests; features lie bag after bag.
 /// Order  : by owner, then by position: an owner gets the batch without the uses of other owners' rows.
-/// Cost   : 12 B a position in, 16 out, 4 B for each pair of bag and owner; and a radix sort by the bits of num_shards if
+/// Cost   : 12 B a position in, 16 out, 4 B for each pair of bag and owner; and a radix sort by the bits of num_shards
+/// if
 ///          there are more than 64.
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace);

@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Deali
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) found[step] = source.Find(d.Item(step), d.num_items);
 #pragma unroll
-  for (int step = 0; step < kItemsPerThread; ++step) owners[step] = source.Owner(d.Item(step), found[step], d.num_owners);
+  for (int step = 0; step < kItemsPerThread; ++step)
+    owners[step] = source.Owner(d.Item(step), found[step], d.num_owners);
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) {
     const int64_t item = d.Item(step);
@@ -77,8 +78,7 @@ __global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Deali
   if (threadIdx.x < d.num_owners) d.counts[threadIdx.x * d.NumChunks() + blockIdx.x] = num_of_owner[threadIdx.x];
   __syncthreads();
   if (!IsLastBlock(d.blocks_done)) return;
-  const uint32_t total =
-      SumCountsBefore(d.counts, static_cast<uint32_t>(d.num_owners * d.NumChunks()), storage);
+  const uint32_t total = SumCountsBefore(d.counts, static_cast<uint32_t>(d.num_owners * d.NumChunks()), storage);
   __syncthreads();
   if (threadIdx.x < d.num_owners) d.starts[threadIdx.x] = static_cast<int32_t>(d.counts[threadIdx.x * d.NumChunks()]);
   if (threadIdx.x == 0) d.starts[d.num_owners] = static_cast<int32_t>(total);
@@ -207,35 +207,36 @@ LaunchError Deal(Stream stream, const Dealing& d, const Source& source, const Pu
 
 // Distinct keys. ----------------------------------------------------------------------------------------------
 
-/// The distinct keys by place: arrays, or columns of lines.
-struct DistinctColumns {
-  uint64_t* keys;
-  uint32_t* tables;
-  uint32_t* uses;
-  int key_stride, word_stride;
+/// The distinct keys by place: lines, or arrays.
+struct DistinctOutput {
+  Request* lines;  // nullptr: arrays
+  PlanView arrays;
 
-  static DistinctColumns Of(const PlanView& plan) {
-    return {plan.unique, plan.unique_tables, reinterpret_cast<uint32_t*>(plan.multiplicity), 1, 1};
-  }
-  static DistinctColumns Of(Request* lines) { return {&lines->key, &lines->table, &lines->uses, 2, 4}; }
   __device__ void Write(int64_t place, uint64_t key, uint32_t table, uint32_t num_uses) const {
-    keys[place * key_stride] = key;
-    tables[place * word_stride] = table;
-    uses[place * word_stride] = num_uses;
+    if (lines != nullptr) {
+      reinterpret_cast<uint4*>(lines)[place] =
+          make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), table, num_uses);
+      return;
+    }
+    arrays.unique[place] = key;
+    arrays.unique_tables[place] = table;
+    arrays.multiplicity[place] = static_cast<int32_t>(num_uses);
   }
 };
-static_assert(sizeof(Request) == 16, "a line is two keys, or four words");
 
 constexpr uint64_t kEmptySlot = ~uint64_t{0};
 
+constexpr uint32_t kSlotsPerBucket = 4;  // a sector of memory
+static_assert(kSpareSlots % kSlotsPerBucket == 0 && kSlotsPerKey % kSlotsPerBucket == 0, "an index of whole buckets");
+
 /// The memory for making keys distinct. A slot of the scratch index has 32 bits of its key's hash above the first
-/// position of the key; half of the slots stay empty.
+/// position of the key. Three quarters of the slots stay empty: with half of them the longest walks took most of the
+/// time.
 struct DistinctWorkspace {
   unsigned long long* slots;
-  uint32_t* more_uses;  // by slot: uses but that of the first claim
   uint32_t num_slots;
   uint32_t* slot_of;   // by position: its slot, then the first position of its key; kNoPosition: padding
-  uint32_t* uses;      // by position
+  uint32_t* uses;      // by first position: uses of its key but one
   uint32_t* place_of;  // by first position
   Dealing dealing;
 
@@ -255,37 +256,46 @@ struct DistinctWorkspace {
     // Owners are known before places: a sort may use the memory of places for numbers, and that of the index.
     w.dealing.items = w.place_of;
     w.dealing.sort_workspace = cutter.Rest();
-    w.num_slots = static_cast<uint32_t>(2 * num_keys + kSpareSlots);
+    w.num_slots = static_cast<uint32_t>(kSlotsPerKey * num_keys + kSpareSlots);
     w.slots = cutter.Take<unsigned long long>(w.num_slots);
-    w.more_uses = cutter.Take<uint32_t>(w.num_slots);
     return w;
+  }
+};
+
+/// A bucket's slots, as they were when it was loaded: an empty one may be taken by now.
+struct SlotBucket {
+  unsigned long long slots[kSlotsPerBucket];
+
+  __device__ static SlotBucket Load(const unsigned long long* slots, uint32_t bucket) {
+    const auto* at = reinterpret_cast<const ulonglong2*>(slots + int64_t{bucket} * kSlotsPerBucket);
+    const ulonglong2 low = __ldcg(at), high = __ldcg(at + 1);
+    return {{low.x, low.y, high.x, high.y}};
   }
 };
 
 __global__ void __launch_bounds__(kBlock) PrepareDistinctKernel(DistinctWorkspace w) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  static_assert(kSpareSlots % 4 == 0, "slots are cleared two at a time, and counts four at a time if keys are even");
   for (int64_t i = start; i < w.num_slots / 2; i += stride) {
     reinterpret_cast<uint4*>(w.slots)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-    reinterpret_cast<uint2*>(w.more_uses)[i] = make_uint2(0, 0);
   }
+  for (int64_t i = start; i < w.dealing.num_items; i += stride) w.uses[i] = 0;
   if (start == 0) *w.dealing.blocks_done = 0;
 }
 
 // One thread, one position. Positions outside all bags are padding.
-// Walks have room for any keys, and callers cannot aim at slots with a secret salt.
+// Walks have room for any keys, and callers cannot aim at slots with a secret salt. A key begins at any slot of its
+// bucket and goes round, so that keys of one bucket seldom want the same slot.
 // No race: a slot is taken once, by compare-and-swap; afterwards only its position is lowered, atomically. Whatever
 // position of its key a thread reads there, the key is the same.
 __global__ void __launch_bounds__(kBlock)
     ClaimDistinctKernel(DistinctWorkspace w, BatchView batch, TableOfPosition table_of, uint64_t salt) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
-  uint32_t slot = kNoPosition;
+  uint32_t slot = kNoPosition, other = kNoPosition;
   bool is_met = false;
   if (i < batch.num_keys) {
     const uint64_t key = __ldg(batch.keys + i);
-    const Feature f = Feature::Load(
-        batch.features,
-        FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(i), batch.num_keys));
+    const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
+                                                              static_cast<int32_t>(i), batch.num_keys));
     int32_t first, last;
     f.Bags(batch.offsets, &first, &last);
     const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
@@ -293,27 +303,47 @@ __global__ void __launch_bounds__(kBlock)
       const auto table = static_cast<uint32_t>(f.table);
       const uint64_t hash = HashOf(key, table, salt);
       const unsigned long long own = hash << 32 | static_cast<uint32_t>(i);
-      slot = static_cast<uint32_t>((hash >> 32) * w.num_slots >> 32);
-      for (;; slot = slot + 1 < w.num_slots ? slot + 1 : 0) {
-        unsigned long long found = __ldcg(w.slots + slot);
+      const uint32_t num_buckets = w.num_slots / kSlotsPerBucket, home_slot = hash % kSlotsPerBucket;
+      uint32_t bucket = static_cast<uint32_t>((hash >> 32) * num_buckets >> 32);
+      SlotBucket line = SlotBucket::Load(w.slots, bucket);
+      for (uint32_t least_turn = 0;;) {
+        uint32_t turn = kSlotsPerBucket;  // of the next slot that is empty, or may be the key's
+        unsigned long long found = 0;
+#pragma unroll
+        for (uint32_t k = 0; k < kSlotsPerBucket; ++k) {
+          const uint32_t turn_of_slot = (k - home_slot) % kSlotsPerBucket;
+          const bool may_end = line.slots[k] == kEmptySlot || line.slots[k] >> 32 == own >> 32;
+          const bool is_next = may_end && turn_of_slot >= least_turn && turn_of_slot < turn;
+          turn = is_next ? turn_of_slot : turn;
+          found = is_next ? line.slots[k] : found;
+        }
+        if (turn == kSlotsPerBucket) {
+          bucket = bucket + 1 < num_buckets ? bucket + 1 : 0;
+          line = SlotBucket::Load(w.slots, bucket);
+          least_turn = 0;
+          continue;
+        }
+        slot = bucket * kSlotsPerBucket + (home_slot + turn) % kSlotsPerBucket;
         if (found == kEmptySlot) {
           found = atomicCAS(w.slots + slot, kEmptySlot, own);
           if (found == kEmptySlot) break;
         }
-        if (found >> 32 != own >> 32) continue;
-        const auto other = static_cast<uint32_t>(found);
-        if (__ldg(batch.keys + other) != key || table_of(other) != table) continue;
-        if (found > own) atomicMin(w.slots + slot, own);
-        is_met = true;
-        break;
+        other = static_cast<uint32_t>(found);
+        is_met = found >> 32 == own >> 32 && __ldg(batch.keys + other) == key && table_of(other) == table;
+        if (is_met && found > own) atomicMin(w.slots + slot, own);
+        if (is_met) break;
+        least_turn = turn + 1;
       }
     }
     w.slot_of[i] = slot;
   }
-  // Lanes of a warp with one key count together: the first of them for all that did not take the slot.
-  const unsigned same = __match_any_sync(~0u, slot) & __ballot_sync(~0u, is_met);
+  // Lanes of a warp with one key count together: the first of them for all that did not take the slot. What they count
+  // for a position that is not the first in the end goes to that.
+  const unsigned met = __ballot_sync(~0u, is_met);
+  if (met == 0) return;
+  const unsigned same = __match_any_sync(~0u, slot) & met;
   if (is_met && __ffs(same) - 1 == static_cast<int>(threadIdx.x % kWarp)) {
-    atomicAdd(w.more_uses + slot, static_cast<uint32_t>(__popc(same)));
+    atomicAdd(w.uses + other, static_cast<uint32_t>(__popc(same)));
   }
 }
 
@@ -330,7 +360,7 @@ struct FirstsSource {
   __device__ Found Find(int64_t i, int64_t num_positions) const {
     const uint32_t slot = i < num_positions ? w.slot_of[i] : kNoPosition;
     if (slot == kNoPosition) return {kNoPosition, 0};
-    return {static_cast<uint32_t>(w.slots[slot]), w.more_uses[slot] + 1};
+    return {static_cast<uint32_t>(w.slots[slot]), __ldcg(w.uses + i)};
   }
   __device__ uint32_t Owner(int64_t i, Found found, uint32_t none) const {
     if (found.first == kNoPosition || found.first != static_cast<uint32_t>(i)) return none;
@@ -338,7 +368,9 @@ struct FirstsSource {
   }
   __device__ void Note(int64_t i, Found found) const {
     w.slot_of[i] = found.first;
-    w.uses[i] = found.uses;
+    if (found.first != kNoPosition && found.first != static_cast<uint32_t>(i) && found.uses != 0) {
+      atomicAdd(w.uses + found.first, found.uses);
+    }
   }
 };
 
@@ -347,10 +379,10 @@ struct FirstsPut {
   DistinctWorkspace w;
   const uint64_t* keys;
   TableOfPosition table_of;
-  DistinctColumns out;
+  DistinctOutput out;
 
   __device__ void operator()(int64_t i, uint32_t place) const {
-    out.Write(place, __ldg(keys + i), table_of(i), w.uses[i]);
+    out.Write(place, __ldg(keys + i), table_of(i), w.uses[i] + 1);
     w.place_of[i] = place;
   }
   __device__ void Nothing(int64_t place) const { out.Write(place, kPaddingKey, 0, 0); }
@@ -367,7 +399,7 @@ __global__ void __launch_bounds__(kBlock) ResolveKernel(DistinctWorkspace w, int
 
 /// Makes the keys of a batch distinct, by owner if `w.dealing` has several.
 LaunchError MakeDistinct(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
-                         const DistinctWorkspace& w, const DistinctColumns& out, int32_t* inverse,
+                         const DistinctWorkspace& w, const DistinctOutput& out, int32_t* inverse,
                          int32_t* num_distinct) {
   const unsigned blocks = BlocksFor(std::max<int64_t>(1, batch.num_keys));
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
@@ -554,9 +586,8 @@ struct UsesPut {
 
   __device__ void operator()(int64_t position, uint32_t place) const {
     const uint32_t bag = w.bags[position];
-    const Feature f =
-        Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
-                                                static_cast<int32_t>(position), batch.num_keys));
+    const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
+                                                              static_cast<int32_t>(position), batch.num_keys));
     const float weight = f.weights_start < 0 ? 1.0f : __ldg(batch.weights + f.weights_start + (position - f.key_start));
     out.uses[place] = {__ldg(batch.keys + position), static_cast<uint32_t>(f.table) | (bag & kLeftOut), weight};
     w.use_bags[place] = bag & ~kLeftOut;
@@ -577,7 +608,8 @@ __global__ void __launch_bounds__(kBlock) BagOffsetsKernel(UsesView out, UsesWor
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
   const DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
-  return MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctColumns::Of(plan), plan.inverse, plan.num_unique);
+  return MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{nullptr, plan}, plan.inverse,
+                      plan.num_unique);
 }
 
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
@@ -587,13 +619,13 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
     DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
     w.dealing.num_owners = static_cast<uint32_t>(owners.num_shards);
     w.dealing.starts = out.starts;
-    return MakeDistinct(stream, batch, salt, owners, w, DistinctColumns::Of(out.requests), out.inverse, nullptr);
+    return MakeDistinct(stream, batch, salt, owners, w, DistinctOutput{out.requests, {}}, out.inverse, nullptr);
   }
   WorkspaceCutter cutter(workspace);
   Request* lines = cutter.Take<Request>(batch.num_keys);
   const DistinctWorkspace w = DistinctWorkspace::Cut(cutter.Rest(), batch.num_keys);
   JAXSOK_RETURN_IF_LAUNCH(
-      MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctColumns::Of(lines), out.inverse, nullptr));
+      MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{lines, {}}, out.inverse, nullptr));
   return OrderByHash(stream, owners, out, lines, batch.num_keys, cutter.Rest());
 }
 

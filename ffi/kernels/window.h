@@ -77,7 +77,15 @@ struct WindowMember {
 };
 
 /// What calls exchange. Shards that meet in calls of another kind, or of other sizes, are refused.
-enum WindowCall : uint32_t { kCallExchange, kCallLookup, kCallLookupBags, kCallUpdate, kCallUpdateBags, kCallSum, kCallLines };
+enum WindowCall : uint32_t {
+  kCallExchange,
+  kCallLookup,
+  kCallLookupBags,
+  kCallUpdate,
+  kCallUpdateBags,
+  kCallSum,
+  kCallLines
+};
 
 struct WindowDevice;
 

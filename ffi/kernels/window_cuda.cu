@@ -262,7 +262,7 @@ LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const Lin
   JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
   const int64_t num_taken = num_shards * std::max({send.send_capacity, send.num_offsets, int64_t{1}});
   TakeLinesKernel<<<BlocksFor(num_taken), kBlock, 0, stream>>>(static_cast<const char*>(exchange.received()), send,
-                                                              received, exchange.shard(), num_shards);
+                                                               received, exchange.shard(), num_shards);
   return LastLaunchError();
 }
 

@@ -91,9 +91,7 @@ def send_lines(
     digest: Digest,
     offsets: Int32[Array, "num_shards num_offsets"],
     send_capacity: int,
-) -> tuple[
-    UInt32[Array, "num_received 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest
-]:
+) -> tuple[UInt32[Array, "num_received 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest]:
     """Sends each shard its lines; returns received lines and offsets, load, digest of all. See `LaunchWindowLines`."""
     results = {
         "received": result(lines, (offsets.shape[0] * send_capacity, 4), "uint32"),
