@@ -33,8 +33,31 @@ void ReadFrozenRows(Call& call, bool has_host_rows, StoreView& store) {
   if (is_quantized) store.scales = call.Operand("scales", ffi::F32, {capacity}).as<float>();
 }
 
+/// Reads the batch of a store: its keys in one array, or in `num_key_arrays`, one for each feature.
+BatchView ReadKeysAndBags(Call& call, int32_t num_key_arrays, std::vector<const uint64_t*>& key_arrays) {
+  constexpr int32_t kNoTiles = 0;  // known after the embeddings are read
+  if (num_key_arrays == 0) return ReadBatch(call, kNoTiles);
+  int64_t num_keys = 0;
+  std::vector<int64_t> sizes;
+  for (int32_t f = 0; f < num_key_arrays; ++f) {
+    const Array keys = ReadKeys(call);
+    key_arrays.push_back(keys.as<uint64_t>());
+    sizes.push_back(keys.size(0));
+    num_keys += keys.size(0);
+  }
+  const BatchView batch = ReadBags(call, num_keys, kNoTiles);
+  call.Require(batch.num_features == num_key_arrays, "features", "got ", batch.num_features, ", wanted ",
+               num_key_arrays, ", one for each array of keys");
+  for (int32_t f = 0; kIsHostMemory && !call.failed() && f < num_key_arrays; ++f) {
+    const int32_t wanted = batch.features[int64_t{f} * kNumFeatureWords + kFeatureNumKeys];
+    call.Require(sizes[f] == wanted, "keys", "got ", sizes[f], " of feature ", f, ", wanted ", wanted);
+  }
+  return batch;
+}
+
 /// Reads one store and its batch. ReadResults fills `lookup.embeddings` and `lookup.num_bags`.
-void ReadFrozen(Call& call, const Array& seed, int32_t kinds, bool has_host_rows, FrozenLookup& lookup) {
+void ReadFrozen(Call& call, const Array& seed, int32_t kinds, bool has_host_rows, int32_t num_key_arrays,
+                std::vector<const uint64_t*>& key_arrays, FrozenLookup& lookup) {
   StoreView& store = lookup.store;
   const Array index = call.Operand("index", ffi::U32, {-1, kEntriesPerBucket * 4});
   CheckIndex(call, "index", index);
@@ -44,16 +67,17 @@ void ReadFrozen(Call& call, const Array& seed, int32_t kinds, bool has_host_rows
   store.tables = tables.as<uint32_t>();
   store.num_tables = static_cast<int32_t>(tables.size(0));
   store.seed = seed.as<uint32_t>();
-  constexpr int32_t kNoTiles = 0;  // known after the embeddings are read
-  lookup.batch = ReadBatch(call, kNoTiles);
+  lookup.batch = ReadKeysAndBags(call, num_key_arrays, key_arrays);
+  if (num_key_arrays != 0) lookup.key_arrays = key_arrays.data();
   lookup.batch.kinds = kinds;
   ReadFrozenRows(call, has_host_rows, store);
 }
 
-/// The storage of one store's results, apart from their pointers.
+/// The storage of what a store's lookup points to.
 struct Lines {
   RowArrays arrays;
   std::vector<int64_t> num_bags;
+  std::vector<const uint64_t*> key_arrays;
 };
 
 /// Reads one store's embeddings.
@@ -75,14 +99,16 @@ void ReadResults(Call& call, Lines& lines, FrozenLookup& lookup) {
 ffi::Error LookupFrozen(Call& call) {
   const auto kinds = call.Attribute<ffi::Span<const int32_t>>("kinds");
   const auto has_host_rows = call.AttributeOr<ffi::Span<const int32_t>>("has_host_rows", {});
+  const auto num_key_arrays = call.AttributeOr<ffi::Span<const int32_t>>("num_key_arrays", {});
   const auto is_counted = call.Attribute<int32_t>("is_counted");
   const Array seed = call.Operand("seed", ffi::U32, {2});
   const Array counts = call.Result("counts", ffi::S32, {-1, kNumCounts});
   std::vector<FrozenLookup> lookups(kinds.size());
-  std::vector<Lines> lines(kinds.size(), Lines{RowArrays(call, "embeddings"), {}});
+  std::vector<Lines> lines(kinds.size(), Lines{RowArrays(call, "embeddings"), {}, {}});
   int64_t num_tables = 0;
   for (size_t s = 0; s < lookups.size(); ++s) {
-    ReadFrozen(call, seed, kinds[s], s < has_host_rows.size() && has_host_rows[s] != 0, lookups[s]);
+    ReadFrozen(call, seed, kinds[s], s < has_host_rows.size() && has_host_rows[s] != 0,
+               s < num_key_arrays.size() ? num_key_arrays[s] : 0, lines[s].key_arrays, lookups[s]);
     ReadResults(call, lines[s], lookups[s]);
     num_tables += lookups[s].store.num_tables;
   }

@@ -84,7 +84,11 @@ struct FrozenLookup {
   BatchView batch;  // num_tiles is ignored: it follows from num_bags
   EmbeddingsView embeddings;
   const int64_t* num_bags;  // [num_features]: rows of the embeddings
+  // [num_features]: the keys of each feature, at most kMostKeyArrays; batch.keys is not read then. nullptr: they lie in
+  // batch.keys.
+  const uint64_t* const* key_arrays = nullptr;
 };
+constexpr int32_t kMostKeyArrays = 64;
 
 /// Looks up a batch in several read-only stores: LaunchLookupFind for each, in one call.
 ///

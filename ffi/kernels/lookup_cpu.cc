@@ -194,7 +194,17 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
     } else {
       counts += num_counts;
     }
-    if (LaunchError error = LaunchLookupFind(stream, lookup.store, lookup.batch, lookup.embeddings, store_counts)) {
+    BatchView batch = lookup.batch;
+    std::vector<uint64_t> joined;
+    if (lookup.key_arrays != nullptr) {
+      joined.resize(static_cast<size_t>(batch.num_keys));
+      for (int32_t f = 0; f < batch.num_features; ++f) {
+        const int32_t* words = batch.features + int64_t{f} * kNumFeatureWords;
+        std::copy_n(lookup.key_arrays[f], words[kFeatureNumKeys], joined.data() + words[kFeatureKeyStart]);
+      }
+      batch.keys = joined.data();
+    }
+    if (LaunchError error = LaunchLookupFind(stream, lookup.store, batch, lookup.embeddings, store_counts)) {
       return error;
     }
   }

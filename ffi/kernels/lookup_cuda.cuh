@@ -43,6 +43,7 @@ struct LookupSource {
   __device__ static Token None() { return {kPaddingKey, kNoRow}; }
   __device__ Token Load(int32_t at) const {
     const int64_t position = int64_t{f.key_start} + at;
+    if (kMode == kModeFind && a.has_key_arrays) return {__ldg(a.key_arrays[f.number] + at), kNoRow};
     return {__ldg(a.batch.keys + position), kMode == kModePlanned ? __ldg(a.given_row_ids + position) : kNoRow};
   }
   /// Returns the end of a token's walk.

@@ -24,9 +24,11 @@ struct LookupArguments {
   const uint32_t* given_row_ids;  // kModePlanned
   uint32_t* row_ids;              // Inserts
   int32_t* counts;
-  InsertWorkspace insert;      // Inserts
-  UseNotes notes{};            // Inserts; kept with kModeTrack
-  uint64_t* digest = nullptr;  // of the keys; Inserts
+  InsertWorkspace insert;                           // Inserts
+  UseNotes notes{};                                 // Inserts; kept with kModeTrack
+  uint64_t* digest = nullptr;                       // of the keys; Inserts
+  const uint64_t* key_arrays[kMostKeyArrays] = {};  // of FrozenLookup; kModeFind
+  bool has_key_arrays = false;
 };
 
 /// The kernels that find keys, or take given row ids, and write every embedding that does not depend on new rows.

@@ -157,6 +157,11 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
     LookupArguments a{lookup.store, lookup.batch, nullptr, nullptr, counts, {}};
     if (counts != nullptr) counts += lookup.store.num_tables * kNumCounts;
     a.batch.num_tiles = NumTilesOf(lookup);
+    if (lookup.key_arrays != nullptr) {
+      if (lookup.batch.num_features > kMostKeyArrays) return "keys: more than 64 arrays of a store; join them";
+      a.has_key_arrays = true;
+      std::copy_n(lookup.key_arrays, lookup.batch.num_features, a.key_arrays);
+    }
     if (a.batch.num_tiles == 0) continue;
     JAXSOK_RETURN_IF_LAUNCH(WithStoredDtypes(a.store.row_dtype, kRowDtypeFloat32, [&](auto row, auto) {
       using Row = decltype(row);

@@ -171,6 +171,10 @@ def lookup_bags_window(
     return out["counters"], out["embeddings"]
 
 
+MOST_KEY_ARRAYS = 64
+"""Arrays of keys that a lookup of a frozen store reads (`kMostKeyArrays` in ffi/kernels/lookup.h)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FrozenOperands:
     """The arrays of one frozen store and of the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""
@@ -180,8 +184,10 @@ class FrozenOperands:
     """Only the salt is read."""
     tables: UInt32[np.ndarray, "num_tables 16"]
     """The tables; a key without a row reads its table's initial row."""
-    batch: tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Any]
-    """A `Batch` whose features, int32[num_features, 12], may be traced."""
+    keys: Sequence[Keys]
+    """One array with the keys of all features, or an array for each, at most `MOST_KEY_ARRAYS`."""
+    bags: tuple[Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Any]
+    """Offsets and weights, and features: int32[num_features, 12], which may be traced."""
     rows: Any
     """`[capacity, dim]`: float32, bfloat16, float16, int8 or float8_e4m3fn."""
     scales: Float32[Array, " capacity"] | None
@@ -207,16 +213,28 @@ def lookup_frozen(
     """
     for number, store in enumerate(stores):
         _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
-    keys, num_tables = stores[0].batch[0], sum(store.tables.shape[0] for store in stores)
+    keys, num_tables = stores[0].keys[0], sum(store.tables.shape[0] for store in stores)
     read = [
-        (store.index, store.counters, store.tables, *store.batch, store.rows, *store.host_rows, store.scales)
+        (
+            store.index,
+            store.counters,
+            store.tables,
+            *store.keys,
+            *store.bags,
+            store.rows,
+            *store.host_rows,
+            store.scales,
+        )
         for store in stores
     ]
-    # Programs that were exported before there was such an attribute lack it.
-    has_host_rows = [len(store.host_rows) for store in stores]
-    more = {"has_host_rows": np.array(has_host_rows, np.int32)} if any(has_host_rows) else {}
+    # Programs that were exported before there were such attributes lack them.
+    more = {
+        "has_host_rows": [len(store.host_rows) for store in stores],
+        "num_key_arrays": [len(store.keys) if len(store.keys) > 1 else 0 for store in stores],
+    }
+    more = {name: np.array(numbers, np.int32) for name, numbers in more.items() if any(numbers)}
     embeddings = [
-        [result(store.batch[0], shape, store.embedding_dtype) for shape in store.embedding_shapes] for store in stores
+        [result(store.keys[0], shape, store.embedding_dtype) for shape in store.embedding_shapes] for store in stores
     ]
     out = call(
         "jaxsok_lookup_frozen",

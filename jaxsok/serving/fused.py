@@ -141,14 +141,17 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         sizes = num_keys, num_bags, is_ragged * (num_bags + 1), is_weighted * num_keys, num_tiles(num_bags)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     bags = [part for part in parts if part.combiner is not None]
-    keys = features.join([part.words for part in parts])
+    # Joining few arrays would cost a kernel of its own.
+    keys = [part.words for part in parts]
+    keys = keys if len(keys) <= kernels.MOST_KEY_ARRAYS else [features.join(keys)]
     offsets = features.join([part.offsets for part in bags if part.offsets is not None] or [np.zeros(0, np.int32)])
     weights = features.join([part.weights for part in bags if part.weights is not None] or [np.zeros(0, np.float32)])
     return kernels.FrozenOperands(
         index=store.index,
         counters=store.counters,
         tables=words,
-        batch=(jnp.asarray(keys), jnp.asarray(offsets), jnp.asarray(weights), _features(lines)),
+        keys=[jnp.asarray(words) for words in keys],
+        bags=(jnp.asarray(offsets), jnp.asarray(weights), _features(lines)),
         rows=store.rows,
         scales=store.scales[0] if store.scales else None,
         host_rows=store.host_rows,

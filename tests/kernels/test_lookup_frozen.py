@@ -129,7 +129,8 @@ def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32
         index=frozen.model.index,
         counters=frozen.model.counters,
         tables=frozen.model.tables,
-        batch=(given["keys"], given["offsets"], given["weights"], words_of(batch) if words is None else words),
+        keys=(given["keys"],),
+        bags=(given["offsets"], given["weights"], words_of(batch) if words is None else words),
         rows=frozen.rows,
         scales=frozen.scales,
         host_rows=(),
@@ -139,11 +140,16 @@ def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32
     )
 
 
+def keys_apart(batch: kernel_model.Batch) -> list[np.ndarray]:
+    """Returns the keys of a batch, an array for each feature."""
+    return [kernel_model.words(feature.keys) for feature in batch.features]
+
+
 def device_of(back_end: str):
     return jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
 
 
-ARRAYS = ("index", "counters", "batch", "rows", "scales")
+ARRAYS = ("index", "counters", "keys", "bags", "rows", "scales")
 
 
 def run(stores: list[FrozenOperands], back_end: str = "cpu"):
@@ -200,6 +206,15 @@ def test_mixed(mixed, back_end):
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_keys_of_each_feature(mixed, back_end):
+    """Keys may come as an array for each feature, of some stores or of all, with the same bits."""
+    given = [operands(*store_and_batch) for store_and_batch in mixed]
+    apart = [dataclasses.replace(store, keys=keys_apart(batch)) for store, (_, batch) in zip(given, mixed, strict=True)]
+    for stores in (apart, [*apart[:1], *given[1:]]):
+        assert_as_model(mixed, *run(stores, back_end))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_fused_is_unfused(mixed, back_end):
     """One call for all stores and one per store give the same bits."""
     fused_counts, fused = run([operands(*store) for store in mixed], back_end)
@@ -227,7 +242,7 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
     @functools.partial(jax.jit, static_argnums=1)
     def find(arrays, s):
         num_tiles = given[s][1].num_tiles
-        batch = (*arrays["batch"][:3], stores[s].batch[3])
+        batch = (*arrays["keys"], *arrays["bags"][:2], stores[s].bags[2])
         no_table_rows = jnp.zeros(0, jnp.uint32)
         shapes = stores[s].embedding_shapes
         return lookup.lookup_find(
@@ -402,7 +417,9 @@ def compile_call(back_end: str):
         for store, batch in zip(stores, batches, strict=True):
             operand = operands(store, kernel_model.Batch())
             shapes = [(6, 6), (6, 6), (4, 6)]
-            given.append(dataclasses.replace(operand, batch=batch, embedding_shapes=shapes, kinds=3))
+            keys, *bags = batch
+            read = {"keys": keys, "bags": tuple(bags)}
+            given.append(dataclasses.replace(operand, **read, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, seed)
 
     return lambda batches: call(*jax.device_put((batches, SEED), device_of(back_end)))
@@ -413,7 +430,7 @@ def compile_call(back_end: str):
 def test_any_batch(back_end, data):
     """Any keys, offsets, weights, combiners and tables give the model's bits."""
     given, batches = [], []
-    for dtype in (INT8, FP8):
+    for dtype, are_apart in ((INT8, False), (FP8, True)):
         store = draw_store(dtype)
         key = st.sampled_from((*store.keys.tolist()[:12], 2**62 + 1, 2**62 + 2, PADDING_KEY))
 
@@ -430,7 +447,8 @@ def test_any_batch(back_end, data):
         )
         given.append((store, batch))
         parts = batch.operands()
-        batches.append((parts["keys"], parts["offsets"], parts["weights"], words_of(batch)))
+        keys = keys_apart(batch) if are_apart else (parts["keys"],)
+        batches.append((keys, parts["offsets"], parts["weights"], words_of(batch)))
     counts, embeddings = compile_call(back_end)(batches)
     assert_as_model(given, np.asarray(counts), [[np.asarray(array) for array in of_store] for of_store in embeddings])
 
@@ -447,23 +465,22 @@ def test_symbolic_batch():
 
     def call(keys, bags, arrays):
         given = []
-        for store, array in zip(held, arrays, strict=True):
+        for number, (store, array) in enumerate(zip(held, arrays, strict=True)):
             b, h = bags.shape[:2]
             tiles = jax.core.max_dim((b + 255) // 256, 1)
             #       table combiner key_start num_keys bag_start num_bags hotness offsets weights tile_start
             lines = [[0, 0, 0, b, 0, b, 1, 0, -1, 0, 0, 0], [1, MEAN, b, b * h, b, b, h, 0, -1, tiles, 0, 0]]
             words = jnp.stack([jnp.stack([jnp.asarray(w, jnp.int32) for w in line]) for line in lines])
-            batch = (
-                jnp.concatenate([keys, bags.reshape(-1, 2)]),
-                jnp.zeros(0, jnp.int32),
-                jnp.zeros(0, jnp.float32),
-                words,
-            )
+            of_features = (keys, bags.reshape(-1, 2))
+            read = {
+                "keys": of_features if number == 0 else (jnp.concatenate(of_features),),
+                "bags": (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), words),
+            }
             shapes = [(b, 8), (b, 8)]
-            given.append(dataclasses.replace(store, **array, batch=batch, embedding_shapes=shapes, kinds=3))
+            given.append(dataclasses.replace(store, **array, **read, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, jnp.asarray(SEED))
 
-    arrays = [{name: getattr(s, name) for name in ARRAYS if name != "batch"} for s in held]
+    arrays = [{name: getattr(s, name) for name in ARRAYS if name not in ("keys", "bags")} for s in held]
     b, h = jax.export.symbolic_shape("b, h")
     shapes = [jax.ShapeDtypeStruct(shape, np.uint32) for shape in ((b, 2), (b, h, 2))]
     exported = jax.export.export(
@@ -492,6 +509,20 @@ def one_store() -> tuple[FrozenOperands, FrozenOperands]:
     floats, quantized = (frozen_store(rng, dtype, 4) for dtype in (BF16, INT8))
     batch = kernel_model.Batch(kernel_model.single(some_keys(rng, floats, 0, 5)))
     return operands(floats, batch), operands(quantized, batch)
+
+
+def test_keys_go_with_features(one_store):
+    """There is an array for each feature, as long as the feature says."""
+    floats, _ = one_store
+    (keys,) = floats.keys
+    with pytest.raises(jax.errors.JaxRuntimeError, match="features: got 1, wanted 2, one for each array of keys"):
+        run([dataclasses.replace(floats, keys=[keys, keys])])
+    words = np.repeat(floats.bags[2], 2, axis=0)
+    words[1, 2] = words[1, 4] = len(keys)
+    bags, shapes = (*floats.bags[:2], words), [*floats.embedding_shapes] * 2
+    two = dataclasses.replace(floats, keys=[keys, keys[1:]], bags=bags, embedding_shapes=shapes)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="keys: got 4 of feature 1, wanted 5"):
+        run([two])
 
 
 def test_scales_go_with_rows(one_store):
