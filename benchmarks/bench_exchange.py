@@ -321,7 +321,7 @@ class Sharded:
         features = [features.stores[0] for features in self.features]
 
         def distinct(part):
-            return plan_lib.requests_of(spec, part, owners, by_hash=False)[:3]
+            return plan_lib.requests_of(spec, part, owners)[:3]
 
         def combine(part, slots, answers):
             of_key = jnp.where(slots >= 0, slots.astype(jnp.uint32), jnp.uint32(NO_ROW))

@@ -25,7 +25,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxsok import annotations, plan as plan_lib, table
 from jaxsok.features import StoreFeatures
-from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.optimizers.program import vary_alike
 from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
@@ -228,14 +227,11 @@ def ask(
 ) -> Requests:
     """Exchanges the keys of one round; with `send_capacity` the others are left out, else they are listed."""
     capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
-    lines, inverse, starts, _ = plan_lib.requests_of(spec, features, owners, by_hash=False)
+    planned = plan_lib.requests_of(spec, features, owners, send_capacity=capacity)
+    lines, inverse, starts, _, slots, digest = planned
     route = exchange.route(spec, capacity)
     none = jnp.zeros((route.num_owners, 0), jnp.int32)
-    received, _, load, digest = route.requests_to_owners(lines, starts, tickets_digest(features.keys), none)
-    owner = jnp.searchsorted(starts[1:], inverse, side="right", method="scan_unrolled").astype(jnp.int32)
-    within = inverse - starts.at[owner].get(mode="clip")
-    is_sent = (inverse < starts[-1]) & (within < capacity)
-    slots = jnp.where(is_sent, owner * capacity + within, -1)
+    received, _, load, digest = route.requests_to_owners(lines, starts, digest, none)
     listed = RequestList(lines, inverse, starts) if send_capacity is None else None
     return Requests(received, slots, load, digest, listed, capacity)
 
@@ -355,7 +351,8 @@ class HashOrder:
     def of(cls, spec: StoreSpec, features: StoreFeatures, send_capacity: int) -> "HashOrder":
         """Makes the keys of a batch distinct again, in this order."""
         owners = jnp.asarray(plan_lib.default_owners(spec.num_shards))
-        return cls(*plan_lib.requests_of(spec, features, owners, by_hash=True), send_capacity)
+        *fields, _, _ = plan_lib.requests_of(spec, features, owners, by_hash=True)
+        return cls(*fields, send_capacity)
 
 
 @dataclasses.dataclass(frozen=True)

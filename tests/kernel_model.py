@@ -992,9 +992,12 @@ def plan(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def plan_requests(
-    batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int, by_hash: bool
+    batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int, by_hash: bool, send_capacity: int
 ) -> dict[str, np.ndarray]:
-    """Returns distinct (table, key) pairs by owner, then by round hash if requested, then by first position."""
+    """Returns distinct (table, key) pairs by owner, then by round hash if requested, then by first position.
+
+    `slots` are the lines at which a round that sends each owner its first `send_capacity` pairs has those of keys.
+    """
     distinct, n = plan(batch), len(batch.keys)
     num = int(distinct["num_unique"])
     keys, tables = from_words(distinct["unique"][:num]), distinct["unique_tables"][:num]
@@ -1014,11 +1017,18 @@ def plan_requests(
     sorted_hashes = np.full((n if by_hash else 0, 2), EMPTY)
     if by_hash:
         sorted_hashes[:num] = words(rounds[order])
+    starts = np.r_[0, np.cumsum(np.bincount(owners, minlength=num_shards))].astype(np.int32)
+    sent = [range(starts[o], starts[o + 1])[:send_capacity] for o in range(num_shards)]
+    slot_of_place = {p: o * send_capacity + i for o, places in enumerate(sent) for i, p in enumerate(places)}
+    inverse = place[distinct["inverse"]]
+    slots = [slot_of_place.get(p, -1) for p in inverse.tolist()] if send_capacity else []
     return {
         "requests": requests,
-        "inverse": place[distinct["inverse"]],
-        "starts": np.r_[0, np.cumsum(np.bincount(owners, minlength=num_shards))].astype(np.int32),
+        "inverse": inverse,
+        "starts": starts,
         "hashes": sorted_hashes,
+        "slots": np.array(slots, np.int32),
+        "digest": batch.digest(),
     }
 
 

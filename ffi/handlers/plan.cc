@@ -51,6 +51,11 @@ ffi::Error PlanRequests(Call& call) {
   out.starts = call.Result("starts", ffi::S32, {int64_t{owners.num_shards} + 1}).as<int32_t>();
   const Array hashes = call.Result("hashes", ffi::U32, {by_hash ? n : 0, 2});
   out.hashes = by_hash ? hashes.as<uint64_t>() : nullptr;
+  out.send_capacity = call.Attribute<int32_t>("send_capacity");
+  const Array slots = call.Result("slots", ffi::S32, {out.send_capacity > 0 ? n : 0});
+  out.slots = out.send_capacity > 0 ? slots.as<int32_t>() : nullptr;
+  call.Require(!by_hash || out.slots == nullptr, "send_capacity", "wanted 0 for requests by hash");
+  out.digest = call.Result("digest", ffi::U32, {1, 2}).as<uint64_t>();
   void* workspace = call.Workspace(PlanRequestsWorkspaceBytes(n));
   return call.Launch(
       [&](Stream stream) { return LaunchPlanRequests(stream, batch, ScratchSalt(), owners, out, workspace); });

@@ -62,6 +62,25 @@ struct RequestsView {
   int32_t* inverse;   // [num_keys]: place among the requests; num_keys for padding
   int32_t* starts;    // [num_shards + 1]: where the requests of each owner begin, and the end of the last
   uint64_t* hashes;   // [num_keys]: the RoundHash of each request; then all ones. nullptr: not requested
+  int32_t* slots;  // [num_keys]: owner * send_capacity + place among its requests; -1 for padding and for places from
+                   // send_capacity on. nullptr: not requested
+  int64_t send_capacity;
+  uint64_t* digest;  // [1]: of the keys, as LaunchTicketsDigest computes it
+
+  /// Returns the slot of a request.
+  JAXSOK_HOST_DEVICE int32_t SlotOf(int32_t num_shards, int32_t place) const {
+    int32_t low = 0, high = num_shards - 1;  // the last owner whose requests begin at or before the place
+    while (low < high) {
+      const int32_t middle = (low + high + 1) / 2;
+      if (starts[middle] <= place) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    const int64_t within = place - starts[low];
+    return within < send_capacity ? static_cast<int32_t>(low * send_capacity + within) : -1;
+  }
 };
 
 /// Returns the bytes for ordering distinct keys by hash: hash (original and sorted), number (twice), place and owner;

@@ -10,6 +10,7 @@
 
 #include "index_cpu.h"
 #include "plan.h"
+#include "tickets.h"
 
 namespace jaxsok {
 namespace {
@@ -231,6 +232,7 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(owners.num_tables)) return error;
   const int64_t num_keys = batch.num_keys;
+  if (LaunchError error = LaunchTicketsDigest(stream, {batch.keys, num_keys}, out.digest)) return error;
   int32_t num_unique = 0;
   WorkspaceCutter cutter(workspace);
   PlanView plan;
@@ -280,7 +282,9 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   });
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (out.inverse[i] != num_keys) out.inverse[i] = static_cast<int32_t>(place_of[out.inverse[i]]);
+      const bool is_padding = out.inverse[i] == num_keys;
+      if (!is_padding) out.inverse[i] = static_cast<int32_t>(place_of[out.inverse[i]]);
+      if (out.slots != nullptr) out.slots[i] = is_padding ? -1 : out.SlotOf(owners.num_shards, out.inverse[i]);
     }
   });
   return nullptr;

@@ -273,27 +273,40 @@ struct SlotBucket {
   }
 };
 
-__global__ void __launch_bounds__(kBlock) PrepareDistinctKernel(DistinctWorkspace w) {
+__global__ void __launch_bounds__(kBlock) PrepareDistinctKernel(DistinctWorkspace w, uint64_t* digest) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   for (int64_t i = start; i < w.num_slots / 2; i += stride) {
     reinterpret_cast<uint4*>(w.slots)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
   for (int64_t i = start; i < w.dealing.num_items; i += stride) w.uses[i] = 0;
   if (start == 0) *w.dealing.blocks_done = 0;
+  if (start == 0 && digest != nullptr) *digest = 0;
 }
 
-// One thread, one position. Positions outside all bags are padding.
+// One thread, one position; a block adds its sum to the digest of the keys. Positions outside all bags are padding.
 // Walks have room for any keys, and callers cannot aim at slots with a secret salt. A key begins at any slot of its
 // bucket and goes round, so that keys of one bucket seldom want the same slot.
 // No race: a slot is taken once, by compare-and-swap; afterwards only its position is lowered, atomically. Whatever
 // position of its key a thread reads there, the key is the same.
 __global__ void __launch_bounds__(kBlock)
-    ClaimDistinctKernel(DistinctWorkspace w, BatchView batch, TableOfPosition table_of, uint64_t salt) {
+    ClaimDistinctKernel(DistinctWorkspace w, BatchView batch, TableOfPosition table_of, uint64_t salt,
+                        uint64_t* digest) {
+  __shared__ uint64_t digest_of_warp[kWarpsPerBlock];
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   uint32_t slot = kNoPosition, other = kNoPosition;
   bool is_met = false;
+  const uint64_t key = i < batch.num_keys ? __ldg(batch.keys + i) : kPaddingKey;
+  if (digest != nullptr) {  // equal in all threads
+    const uint64_t sum = SumOfWarp(i < batch.num_keys ? DigestOf(key, i) : 0);
+    if (threadIdx.x % kWarp == 0) digest_of_warp[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint64_t total = 0;
+      for (int warp = 0; warp < kWarpsPerBlock; ++warp) total += digest_of_warp[warp];
+      AtomicAdd64(digest, total);
+    }
+  }
   if (i < batch.num_keys) {
-    const uint64_t key = __ldg(batch.keys + i);
     const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
                                                               static_cast<int32_t>(i), batch.num_keys));
     int32_t first, last;
@@ -388,28 +401,34 @@ struct FirstsPut {
   __device__ void Nothing(int64_t place) const { out.Write(place, kPaddingKey, 0, 0); }
 };
 
-// One thread, one position: the place of its key.
-__global__ void __launch_bounds__(kBlock) ResolveKernel(DistinctWorkspace w, int32_t* inverse, int32_t* num_distinct) {
+// One thread, one position: the place of its key, and the slot of its request.
+__global__ void __launch_bounds__(kBlock)
+    ResolveKernel(DistinctWorkspace w, RequestsView requests, int32_t* inverse, int32_t* num_distinct) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x, num_keys = w.dealing.num_items;
   if (i == 0 && num_distinct != nullptr) *num_distinct = w.dealing.starts[w.dealing.num_owners];
   if (i >= num_keys) return;
   const uint32_t first = w.slot_of[i];
-  inverse[i] = static_cast<int32_t>(first == kNoPosition ? num_keys : w.place_of[first]);
+  const bool is_padding = first == kNoPosition;
+  const auto place = static_cast<int32_t>(is_padding ? num_keys : w.place_of[first]);
+  inverse[i] = place;
+  if (requests.slots == nullptr) return;
+  requests.slots[i] = is_padding ? -1 : requests.SlotOf(static_cast<int32_t>(w.dealing.num_owners), place);
 }
 
-/// Makes the keys of a batch distinct, by owner if `w.dealing` has several.
+/// Makes the keys of a batch distinct, by owner if `w.dealing` has several; writes the digest and the slots of
+/// `requests` where it has them.
 LaunchError MakeDistinct(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
-                         const DistinctWorkspace& w, const DistinctOutput& out, int32_t* inverse,
-                         int32_t* num_distinct) {
+                         const DistinctWorkspace& w, const DistinctOutput& out, const RequestsView& requests,
+                         int32_t* inverse, int32_t* num_distinct) {
   const unsigned blocks = BlocksFor(std::max<int64_t>(1, batch.num_keys));
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
-  PrepareDistinctKernel<<<blocks, kBlock, 0, stream>>>(w);
+  PrepareDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, requests.digest);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, table_of, salt);
+  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, table_of, salt, requests.digest);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   const FirstsSource source{w, batch.keys, table_of, owners};
   JAXSOK_RETURN_IF_LAUNCH(Deal(stream, w.dealing, source, FirstsPut{w, batch.keys, table_of, out}));
-  ResolveKernel<<<blocks, kBlock, 0, stream>>>(w, inverse, num_distinct);
+  ResolveKernel<<<blocks, kBlock, 0, stream>>>(w, requests, inverse, num_distinct);
   return LastLaunchError();
 }
 
@@ -608,7 +627,7 @@ __global__ void __launch_bounds__(kBlock) BagOffsetsKernel(UsesView out, UsesWor
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
   const DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
-  return MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{nullptr, plan}, plan.inverse,
+  return MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{nullptr, plan}, RequestsView{}, plan.inverse,
                       plan.num_unique);
 }
 
@@ -619,13 +638,15 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
     DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
     w.dealing.num_owners = static_cast<uint32_t>(owners.num_shards);
     w.dealing.starts = out.starts;
-    return MakeDistinct(stream, batch, salt, owners, w, DistinctOutput{out.requests, {}}, out.inverse, nullptr);
+    return MakeDistinct(stream, batch, salt, owners, w, DistinctOutput{out.requests, {}}, out, out.inverse, nullptr);
   }
   WorkspaceCutter cutter(workspace);
   Request* lines = cutter.Take<Request>(batch.num_keys);
+  RequestsView by_number{};
+  by_number.digest = out.digest;
   const DistinctWorkspace w = DistinctWorkspace::Cut(cutter.Rest(), batch.num_keys);
   JAXSOK_RETURN_IF_LAUNCH(
-      MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{lines, {}}, out.inverse, nullptr));
+      MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{lines, {}}, by_number, out.inverse, nullptr));
   return OrderByHash(stream, owners, out, lines, batch.num_keys, cutter.Rest());
 }
 

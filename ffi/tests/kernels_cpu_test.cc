@@ -992,11 +992,15 @@ void TestRequests(uint64_t seed, int num_threads) {
   std::vector<Request> requests(n + 1, Request{1, 2, 3});
   std::vector<int32_t> inverse(n + 1, -5), starts(num_shards + 2, -5);
   std::vector<uint64_t> hashes(n + 1, 5);
+  std::vector<int32_t> slots(n + 1, -5);
+  const int64_t send_capacity = 1 + random.Below(static_cast<uint32_t>(2 * n / num_shards + 2));
+  uint64_t digest = 0;
   Memory workspace(PlanRequestsWorkspaceBytes(n));
   JAXSOK_CHECK_SEED(
       LaunchPlanRequests(&executor, batch.View(), Mix64(seed),
                          {tables.data(), kNumTables, partition_owners.data(), num_shards},
-                         {requests.data(), inverse.data(), starts.data(), by_hash ? hashes.data() : nullptr},
+                         {requests.data(), inverse.data(), starts.data(), by_hash ? hashes.data() : nullptr,
+                          by_hash ? nullptr : slots.data(), send_capacity, &digest},
                          workspace.get()) == nullptr,
       seed);
 
@@ -1047,6 +1051,16 @@ void TestRequests(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(IsSameRequest(requests[n], {1, 2, 3}) && hashes[n] == 5, seed);
   JAXSOK_CHECK_SEED(IsSame(inverse, wanted_inverse), seed);
   JAXSOK_CHECK_SEED(IsSame(starts, wanted_starts), seed);
+  for (int64_t i = 0; !by_hash && i < n; ++i) {
+    int32_t wanted = -1;
+    for (int32_t s = 0; s < num_shards; ++s) {
+      const int64_t within = wanted_inverse[i] - wanted_starts[s];
+      const bool is_of_shard = wanted_inverse[i] < wanted_starts[s + 1] && within >= 0;
+      if (is_of_shard && within < send_capacity) wanted = static_cast<int32_t>(s * send_capacity + within);
+    }
+    JAXSOK_CHECK_SEED(slots[i] == wanted, seed);
+  }
+  JAXSOK_CHECK_SEED(slots[n] == -5, seed);
 }
 
 /// Batches with invalid arguments are refused, and nothing is written.
@@ -1059,10 +1073,12 @@ void TestRequestsRefused() {
   batch.features[kFeatureHotness] = 1;
   const std::vector<uint32_t> tables(kNumTableWords, 0), partition_owners(kNumPartitions, 0);
   int32_t starts[3] = {7, 7, 7};
+  uint64_t digest = 0;
   Memory workspace(PlanRequestsWorkspaceBytes(0));
   for (const int32_t num_shards : {0, -1, kMaxShards + 1, 2}) {
     JAXSOK_CHECK(LaunchPlanRequests(&executor, batch.View(), 0, {tables.data(), 1, partition_owners.data(), num_shards},
-                                    {nullptr, nullptr, starts, nullptr}, workspace.get()) != nullptr);
+                                    {nullptr, nullptr, starts, nullptr, nullptr, 0, &digest},
+                                    workspace.get()) != nullptr);
   }
   JAXSOK_CHECK(starts[0] == 7 && starts[1] == 7 && starts[2] == 7);
 }

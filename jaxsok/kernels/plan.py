@@ -5,7 +5,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import call, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
-from jaxsok.types import REQUEST_WORDS, Inverse, Keys, PartitionOwners, TableIds
+from jaxsok.types import REQUEST_WORDS, Digest, Inverse, Keys, PartitionOwners, TableIds
 
 LEFT_OUT = 1 << 31
 """A bit in the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
@@ -39,9 +39,20 @@ def plan_requests(
     *,
     num_tiles: int,
     num_shards: int,
-    by_hash: bool,
-) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_shards_plus_1"], UInt32[Array, "num_keys_or_0 2"]]:
-    """Makes pairs distinct, by owner: requests, inverse, starts, hashes if `by_hash`. See `LaunchPlanRequests`."""
+    by_hash: bool = False,
+    send_capacity: int = 0,
+) -> tuple[
+    UInt32[Array, "num_keys 4"],
+    Inverse,
+    Int32[Array, " num_shards_plus_1"],
+    UInt32[Array, "num_keys_or_0 2"],
+    Inverse,
+    Digest,
+]:
+    """Makes pairs distinct, by owner. See `LaunchPlanRequests` in ffi/kernels/plan.h.
+
+    Returns requests, inverse, starts, hashes if `by_hash`, slots if there is a send capacity, and the digest of keys.
+    """
     keys, n = batch[0], batch[0].shape[0]
     operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
     results = {
@@ -49,9 +60,11 @@ def plan_requests(
         "inverse": result(keys, (n,), "int32"),
         "starts": result(keys, (num_shards + 1,), "int32"),
         "hashes": result(keys, (n if by_hash else 0, 2), "uint32"),
+        "slots": result(keys, (n if send_capacity else 0,), "int32"),
+        "digest": result(keys, (1, 2), "uint32"),
         "workspace": workspace(keys, "JaxsokPlanRequestsWorkspaceBytes", n),
     }
-    attributes = {"num_tiles": num_tiles, "num_shards": num_shards, "by_hash": by_hash}
+    attributes = {"num_tiles": num_tiles, "num_shards": num_shards, "by_hash": by_hash, "send_capacity": send_capacity}
     *out, _ = call("jaxsok_plan_requests", operands, results, **attributes).values()
     return tuple(out)
 

@@ -246,9 +246,11 @@ class Script:
         """Plans in both orders. `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard."""
         self._begin()
         lines, owners = place_lines(self.store.tables, on), _owners(num_shards, owners)
-        for by_hash in (False, True):
-            statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards, "by_hash": by_hash}
-            want = plan_requests(batch, lines, owners, num_shards, by_hash)
+        room = int(self.rng.integers(1, 2 + 2 * len(batch.keys) // num_shards))
+        for by_hash, send_capacity in ((False, room), (False, 0), (True, 0)):
+            how = {"num_shards": num_shards, "by_hash": by_hash, "send_capacity": send_capacity}
+            statics = {**self._tables(lines), **_features(batch), **how}
+            want = plan_requests(batch, lines, owners, **how)
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
 
     def plan_uses(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:

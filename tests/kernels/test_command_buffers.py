@@ -287,6 +287,8 @@ def sharded_cases(mesh, abstract):
     with unittest.mock.patch.object(strategy, "windows_of", lambda shards, wire: numbered):
         with_windows = jaxsok.Collection(summing, on_cpu.features, mesh=mesh, axis="data")
         with_one = jaxsok.Collection(one_on_cpu.tables, one_on_cpu.features, mesh=mesh, axis="data")
+        scaled = jaxsok.ExchangeSpec(rows="float16")
+        with_scales = jaxsok.Collection(summing, on_cpu.features, mesh=mesh, axis="data", exchange=scaled)
 
     def make_windowed(function):
         def call(*args):
@@ -335,6 +337,7 @@ def sharded_cases(mesh, abstract):
         ),
         "eight devices, windows": (make_windowed(programs.train_step(with_windows)), (state, all_asked)),
         "eight devices, windows, plan": (make_windowed(plan_of_windows), (features,)),
+        "eight devices, windows, scaled": (make_windowed(programs.train_step(with_scales)), (state, all_asked)),
         "eight devices, planned": (step, (state, asked)),
         "eight devices, rounds": (step, (state, features)),
         "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16,) * 3), (features,)),
@@ -361,6 +364,7 @@ ONE_STORE = ("one store, windows, joined", "one store, windows, loads, plan")
 SHARDED = (
     "eight devices, windows",
     "eight devices, windows, plan",
+    "eight devices, windows, scaled",
     "eight devices, planned",
     "eight devices, rounds",
     "eight devices, plan",

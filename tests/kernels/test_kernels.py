@@ -113,7 +113,7 @@ def _plan(s, x, features, num_tiles):
 
 
 def _plan_requests(s, x, tables, features, **attributes):
-    names = ("requests", "inverse", "starts", "hashes")
+    names = ("requests", "inverse", "starts", "hashes", "slots", "digest")
     tables = np.array(tables, np.uint32)
     return dict(zip(names, plan.plan_requests(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
 
