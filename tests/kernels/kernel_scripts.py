@@ -243,11 +243,12 @@ class Script:
         self._add("plan", batch.operands(), _features(batch), plan(batch))
 
     def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
-        """Plans in both orders. `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard."""
+        """Plans in both orders, with room for all or half. `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard."""
         self._begin()
         lines, owners = place_lines(self.store.tables, on), _owners(num_shards, owners)
-        room = int(self.rng.integers(1, 2 + 2 * len(batch.keys) // num_shards))
-        for by_hash, send_capacity in ((False, room), (False, 0), (True, 0)):
+        starts = plan_requests(batch, lines, owners, num_shards, by_hash=False, send_capacity=0)["starts"]
+        most = max(1, int(np.diff(starts).max()))
+        for by_hash, send_capacity in ((False, most), (False, max(1, most // 2)), (False, 0), (True, 0)):
             how = {"num_shards": num_shards, "by_hash": by_hash, "send_capacity": send_capacity}
             statics = {**self._tables(lines), **_features(batch), **how}
             want = plan_requests(batch, lines, owners, **how)
