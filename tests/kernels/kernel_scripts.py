@@ -243,7 +243,10 @@ class Script:
         self._add("plan", batch.operands(), _features(batch), plan(batch))
 
     def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
-        """Plans in both orders, with room for all or half. `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard."""
+        """Plans in both orders, with room for all or half.
+
+        `owners`: by partition, by default equal ranges; `on`: tables pinned to one shard.
+        """
         self._begin()
         lines, owners = place_lines(self.store.tables, on), _owners(num_shards, owners)
         starts = plan_requests(batch, lines, owners, num_shards, by_hash=False, send_capacity=0)["starts"]
