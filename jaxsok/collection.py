@@ -236,7 +236,7 @@ class Collection:
         update go in as many rounds as it takes.
 
         Cost:
-          One pass over the keys and a scratch index of 32 bytes a key; on a mesh also a sort by owner.
+          Few passes over the keys and a scratch index of 32 bytes a key; on more than 64 shards also a sort by owner.
 
         Example:
           `embeddings, state, plan = collection.lookup(state, collection.plan(batch.features))`

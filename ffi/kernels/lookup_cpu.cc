@@ -197,10 +197,10 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
     BatchView batch = lookup.batch;
     std::vector<uint64_t> joined;
     if (lookup.key_arrays != nullptr) {
-      joined.resize(static_cast<size_t>(batch.num_keys));
+      joined.reserve(static_cast<size_t>(batch.num_keys));
       for (int32_t f = 0; f < batch.num_features; ++f) {
-        const int32_t* words = batch.features + int64_t{f} * kNumFeatureWords;
-        std::copy_n(lookup.key_arrays[f], words[kFeatureNumKeys], joined.data() + words[kFeatureKeyStart]);
+        const int32_t num_keys = batch.features[int64_t{f} * kNumFeatureWords + kFeatureNumKeys];
+        joined.insert(joined.end(), lookup.key_arrays[f], lookup.key_arrays[f] + num_keys);
       }
       batch.keys = joined.data();
     }

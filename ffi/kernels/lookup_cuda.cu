@@ -63,9 +63,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
         LaunchAdmission(stream, sink, *admission, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
     a.store.tables = admission->refused;  // from here on used only for keys without a row
   }
-  ClaimPendingKernel<<<InsertBlocks(batch.num_keys), kBlock, 0, stream>>>(sink, a.insert, batch.keys, table_of, row_ids,
-                                                                          batch.num_keys);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  JAXSOK_RETURN_IF_LAUNCH(LaunchClaimPending(stream, sink, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
   return WithRowDtype(store.row_dtype,
                       [&](auto number) { return FinishOf<decltype(number)>::Finish(stream, a, pointers); });

@@ -10,13 +10,14 @@ namespace jaxsok {
 constexpr int64_t DealCountBytes(int64_t num_keys) {
   return (CeilDiv(num_keys, kCountedTogether) + 1) * (64 * 4) + 3 * kWorkspaceLine;
 }
-/// Returns the bytes for dealing them by a radix sort: numbers and owners sorted, and the storage of the sort.
+/// Returns the bytes for dealing them by a radix sort: numbers and owners sorted, and the storage of the sort, which
+/// has pairs that moved and, for at most two passes, counts of each tile (half a byte a pair at most).
 constexpr int64_t DealSortBytes(int64_t num_keys) {
-  constexpr int64_t kSortBytes = 1 << 20;  // independent of the keys: its histograms are far smaller
-  return kSortBytes + PaddedToLine(num_keys) * (2 * 4 + 2 * 4);
+  constexpr int64_t kSortBytes = 1 << 20;
+  return kSortBytes + PaddedToLine(num_keys) * (2 * 4 + 2 * 4 + 1);
 }
-/// Slots of the scratch index of a GPU: for each key, and further ones.
-constexpr int64_t kSlotsPerKey = 4, kSpareSlots = 64;
+/// Slots of the scratch index of a GPU: for each key, and further ones. At most 2^32 - 64, half of them empty.
+constexpr int64_t kSlotsPerKey = 4, kSpareSlots = 64, kMostSlots = (int64_t{1} << 32) - 64;
 /// Returns the bytes of a scratch index (32 a key), of four words a key, and of counts.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
   return PaddedToLine(num_keys) * (4 * 4) + DealCountBytes(num_keys) +
@@ -134,9 +135,8 @@ constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
 ///
 /// Pre    : as for LaunchPlanRequests; features lie bag after bag.
 /// Order  : by owner, then by position: an owner gets the batch without the uses of other owners' rows.
-/// Cost   : 12 B a position in, 16 out, 4 B for each pair of bag and owner; and a radix sort by the bits of num_shards
-/// if
-///          there are more than 64.
+/// Cost   : 12 B a position in, 16 out, 4 B for each pair of bag and owner; and a radix sort by the bits of num_shards,
+///          if there are more than 64.
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace);
 

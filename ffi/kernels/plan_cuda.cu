@@ -256,7 +256,7 @@ struct DistinctWorkspace {
     // Owners are known before places: a sort may use the memory of places for numbers, and that of the index.
     w.dealing.items = w.place_of;
     w.dealing.sort_workspace = cutter.Rest();
-    w.num_slots = static_cast<uint32_t>(kSlotsPerKey * num_keys + kSpareSlots);
+    w.num_slots = static_cast<uint32_t>(std::min(kSlotsPerKey * num_keys + kSpareSlots, kMostSlots));
     w.slots = cutter.Take<unsigned long long>(w.num_slots);
     return w;
   }

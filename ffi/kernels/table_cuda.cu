@@ -268,7 +268,7 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   } else {
     ClaimKernel<false><<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
     JAXSOK_RETURN_IF_LAUNCH(LaunchAdmission(stream, sink, *admission, w, keys, table_of, row_ids, num_keys));
-    ClaimPendingKernel<<<InsertBlocks(num_keys), kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
+    JAXSOK_RETURN_IF_LAUNCH(LaunchClaimPending(stream, sink, w, keys, table_of, row_ids, num_keys));
   }
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, keys, table_of, row_ids, num_keys));

@@ -1061,6 +1061,9 @@ void TestRequests(uint64_t seed, int num_threads) {
     JAXSOK_CHECK_SEED(slots[i] == wanted, seed);
   }
   JAXSOK_CHECK_SEED(slots[n] == -5, seed);
+  uint64_t wanted_digest = 0;
+  for (int64_t i = 0; i < n; ++i) wanted_digest += DigestOf(batch.keys[i], i);
+  JAXSOK_CHECK_SEED(digest == wanted_digest, seed);
 }
 
 /// Batches with invalid arguments are refused, and nothing is written.

@@ -248,6 +248,8 @@ def lookup_frozen(
 
 
 def _check_frozen(store: FrozenOperands, what: str) -> None:
+    if len(store.keys) > MOST_KEY_ARRAYS:
+        raise ValueError(f"{what}: keys: got {len(store.keys)} arrays, wanted at most {MOST_KEY_ARRAYS}; join them.")
     dtype = np.dtype(store.rows.dtype).name
     is_quantized = dtype in QUANTIZED_DTYPES
     if is_quantized != (store.scales is not None):

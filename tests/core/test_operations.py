@@ -118,7 +118,7 @@ def test_owners_on_the_host_and_traced_are_those_of_the_kernels(keys, num_shards
     for number in range(3):
         features = np.array([[number, 0, 0, len(keys), 0, len(keys), 1, 0, -1, 0, 0, 0]], np.int32)
         batch = (programs.words(keys), np.zeros(0, np.int32), np.zeros(0, np.float32), features)
-        requests, _, starts, _ = _requests(num_shards)(batch, spec.table_words(), owners)
+        requests, _, starts, *_ = _requests(num_shards)(batch, spec.table_words(), owners)
         requests, starts = np.asarray(requests), np.asarray(starts)
         of_kernel = np.repeat(np.arange(num_shards), np.diff(starts))
         words = requests[: len(of_kernel), :2]

@@ -523,6 +523,12 @@ def test_keys_go_with_features(one_store):
     two = dataclasses.replace(floats, keys=[keys, keys[1:]], bags=bags, embedding_shapes=shapes)
     with pytest.raises(jax.errors.JaxRuntimeError, match="keys: got 4 of feature 1, wanted 5"):
         run([two])
+    words[1, 2] = 10**6
+    beyond = dataclasses.replace(two, keys=[keys, keys], bags=(*floats.bags[:2], words))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="features: lines do not lie one after the other"):
+        run([beyond])
+    with pytest.raises(ValueError, match="keys: got 65 arrays, wanted at most 64; join them"):
+        run([dataclasses.replace(floats, keys=[keys] * 65)])
 
 
 def test_scales_go_with_rows(one_store):
