@@ -64,8 +64,9 @@ __global__ void __launch_bounds__(kBlock) CountOwnersKernel(Source source, Deali
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) found[step] = source.Find(d.Item(step), d.num_items);
 #pragma unroll
-  for (int step = 0; step < kItemsPerThread; ++step)
+  for (int step = 0; step < kItemsPerThread; ++step) {
     owners[step] = source.Owner(d.Item(step), found[step], d.num_owners);
+  }
 #pragma unroll
   for (int step = 0; step < kItemsPerThread; ++step) {
     const int64_t item = d.Item(step);
@@ -173,8 +174,8 @@ __global__ void __launch_bounds__(kBlock)
 /// Deals items to their owners.
 ///
 /// source.Find(item, num_items) reads what an item is, source.Owner(item, found, none) returns its owner or `none`, and
-/// source.Note(item, found) writes; these are apart so that loads of several items are in
-/// flight. put(item, place) and put.Nothing(place) as in DealKernel.
+/// source.Note(item, found) writes: they are apart so that loads of several items are in flight. put(item, place) and
+/// put.Nothing(place) are as in DealKernel.
 /// Post: places are by owner, then by item.
 template <typename Source, typename Put>
 LaunchError Deal(Stream stream, const Dealing& d, const Source& source, const Put& put) {
