@@ -264,6 +264,70 @@ void TestWhatIsNotOpen() {
   }
 }
 
+/// Lines and words of each shard for each other arrive, cut to the capacity; lines of earlier exchanges do not.
+void TestLines(uint64_t seed, int num_shards) {
+  constexpr int64_t kMostLines = 60, kMostOffsets = 9;
+  using Words = std::vector<uint32_t>;
+  Random draw(seed);
+  const LinesToSend largest = {nullptr, 0, nullptr, nullptr, nullptr, kMostOffsets, kMostLines};
+  const int32_t window = Open(1, num_shards, num_shards * largest.PartBytes(num_shards));
+  for (int number = 0; number < 30; ++number) {
+    const int64_t send_capacity = 1 + draw.Below(kMostLines), num_offsets = draw.Below(kMostOffsets + 1);
+    std::vector<Words> lines(num_shards), digests(num_shards);
+    std::vector<std::vector<int32_t>> starts(num_shards), offsets(num_shards);
+    int64_t most = 0;
+    std::vector<int64_t> totals(num_shards, 0);
+    for (int from = 0; from < num_shards; ++from) {
+      starts[from].assign(1, 0);
+      for (int to = 0; to < num_shards; ++to) {
+        const auto count = static_cast<int32_t>(draw.Below(3) == 0 ? 0 : draw.Below(2 * send_capacity));
+        starts[from].push_back(starts[from].back() + count);
+        most = std::max<int64_t>(most, count);
+        totals[to] += count;
+      }
+      lines[from].resize(4 * (starts[from].back() + draw.Below(5)));  // beyond the last start: padding, not sent
+      for (uint32_t& word : lines[from]) word = static_cast<uint32_t>(draw.Next());
+      digests[from] = {static_cast<uint32_t>(draw.Next()), static_cast<uint32_t>(draw.Next())};
+      offsets[from].resize(num_shards * num_offsets);
+      for (int32_t& offset : offsets[from]) offset = static_cast<int32_t>(draw.Below(1000));
+    }
+    std::vector<Words> received(num_shards), digest_of_all(num_shards, Words(2, 0));
+    std::vector<std::vector<int32_t>> offsets_received(num_shards), loads(num_shards, std::vector<int32_t>(2, -1));
+    OnDevices(num_shards, [&](int device) {
+      ThreadExecutor executor(1 + device % 2);
+      received[device].assign(4 * num_shards * send_capacity, 7);
+      offsets_received[device].assign(num_shards * num_offsets, -1);
+      const LinesToSend send = {lines[device].data(),   static_cast<int64_t>(lines[device].size() / 4),
+                                starts[device].data(),  digests[device].data(),
+                                offsets[device].data(), num_offsets,
+                                send_capacity};
+      WindowExchange exchange(&executor, window, device, kCallLines, num_shards * send.PartBytes(num_shards));
+      JAXSOK_CHECK_SEED(exchange.error() == nullptr, seed);
+      const LinesReceived out = {received[device].data(), offsets_received[device].data(), loads[device].data(),
+                                 digest_of_all[device].data()};
+      JAXSOK_CHECK_SEED(exchange.Done(LaunchWindowLines(&executor, exchange, send, out)) == nullptr, seed);
+    });
+    for (int to = 0; to < num_shards; ++to) {
+      Words wanted;
+      std::vector<int32_t> wanted_offsets;
+      for (int from = 0; from < num_shards; ++from) {
+        const int64_t begin = starts[from][to], count = starts[from][to + 1] - begin;
+        for (int64_t place = 0; place < send_capacity; ++place) {
+          const Words padding = {~0u, ~0u, 0, 0};
+          const uint32_t* line = place < count ? &lines[from][4 * (begin + place)] : padding.data();
+          wanted.insert(wanted.end(), line, line + 4);
+        }
+        const auto first = offsets[from].begin() + to * num_offsets;
+        wanted_offsets.insert(wanted_offsets.end(), first, first + num_offsets);
+      }
+      JAXSOK_CHECK_SEED(received[to] == wanted && offsets_received[to] == wanted_offsets, seed);
+      JAXSOK_CHECK_SEED(loads[to][0] == most, seed);
+      JAXSOK_CHECK_SEED(loads[to][1] == *std::max_element(totals.begin(), totals.end()), seed);
+      JAXSOK_CHECK_SEED(digest_of_all[to] == digest_of_all[0], seed);
+    }
+  }
+}
+
 /// Part p of a shard's rows is in the window of shard p, at the place of this shard.
 void TestTargets() {
   constexpr int kNumShards = 3;
@@ -301,6 +365,8 @@ int main(int argc, char** argv) {
     jaxsok::TestExchanges(seed, 2, 4, 0);
     jaxsok::TestExchanges(seed, 1, 4, 200);
     jaxsok::TestExchanges(seed, 2, 3, 200);
+    jaxsok::TestLines(seed, 2);
+    jaxsok::TestLines(seed, 5);
   }
   jaxsok::TestTargets();
   jaxsok::TestPartsThatAreTooLarge();
