@@ -444,7 +444,7 @@ struct StoreSink {
   __device__ int NumTables() const { return store.num_tables; }
 };
 
-// Passes (insert_cuda.cu). ---------------------------------------------------------------------------------
+// Passes (table_insert_cuda.cu). ---------------------------------------------------------------------------------
 
 /// Returns the result of a pending position: a row, or kNoRow; sets *unplaced if no entry was in reach.
 __device__ __forceinline__ uint32_t ResolvePending(const StoreSink& sink, const InsertControl& control, uint32_t entry,
