@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxsok import annotations, plan as plan_lib, table
 from jaxsok.features import StoreFeatures
+from jaxsok.kernels.window import ReceivedLines
 from jaxsok.optimizers.program import vary_alike
 from jaxsok.plan import RequestList, Requests
 from jaxsok.shards import Shards
@@ -134,8 +135,8 @@ class Route:
         starts: Int32[Array, " num_owners_plus_1"],
         digest: Digest,
         offsets: Int32[Array, "num_owners num_offsets"],
-    ) -> tuple[UInt32[Array, "_ 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest]:
-        """Sends each owner its first requests, and offsets; returns those of all shards, load and digest of all."""
+    ) -> ReceivedLines:
+        """Sends each owner its first requests, and offsets."""
         if self.windows is not None and not self.is_replicated:
             return self.windows.send_lines(lines, starts, digest, offsets, self.send_capacity)
         requests = requests_of_round(self, lines, starts, 0)
@@ -152,7 +153,7 @@ class Route:
             words = came[:, self.send_capacity :].reshape(self.num_owners, -1)[:, :num_words]
             received = came[:, : self.send_capacity].reshape(-1, 4)
         digests, counts, offsets = jnp.split(words, (2, 2 + self.num_owners), axis=1)
-        return received, offsets.astype(jnp.int32), load_of(counts), digest_of_all(digests)
+        return ReceivedLines(received, offsets.astype(jnp.int32), load_of(counts), digest_of_all(digests))
 
 
 # The wire ------------------------------------------------------------------------------------------------------------
@@ -227,13 +228,12 @@ def ask(
 ) -> Requests:
     """Exchanges the keys of one round; with `send_capacity` the others are left out, else they are listed."""
     capacity = send_capacity or exchange.spec.send_capacity or default_send_capacity(spec, features)
-    planned = plan_lib.requests_of(spec, features, owners, send_capacity=capacity)
-    lines, inverse, starts, _, slots, digest = planned
+    ordered = plan_lib.requests_of(spec, features, owners, send_capacity=capacity)
     route = exchange.route(spec, capacity)
     none = jnp.zeros((route.num_owners, 0), jnp.int32)
-    received, _, load, digest = route.requests_to_owners(lines, starts, digest, none)
-    listed = RequestList(lines, inverse, starts) if send_capacity is None else None
-    return Requests(received, slots, load, digest, listed, capacity)
+    came = route.requests_to_owners(ordered.requests, ordered.starts, ordered.digest, none)
+    listed = RequestList(ordered.requests, ordered.inverse, ordered.starts) if send_capacity is None else None
+    return Requests(came.lines, ordered.slots, came.load, came.digest, listed, capacity)
 
 
 def load_of(counts: UInt32[Array, "num_shards num_owners"]) -> Int32[Array, "1 2"]:
@@ -351,8 +351,8 @@ class HashOrder:
     def of(cls, spec: StoreSpec, features: StoreFeatures, send_capacity: int) -> "HashOrder":
         """Makes the keys of a batch distinct again, in this order."""
         owners = jnp.asarray(plan_lib.default_owners(spec.num_shards))
-        *fields, _, _ = plan_lib.requests_of(spec, features, owners, by_hash=True)
-        return cls(*fields, send_capacity)
+        ordered = plan_lib.requests_of(spec, features, owners, by_hash=True)
+        return cls(ordered.requests, ordered.inverse, ordered.starts, ordered.hashes, send_capacity)
 
 
 @dataclasses.dataclass(frozen=True)

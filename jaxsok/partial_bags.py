@@ -52,21 +52,19 @@ def ask(
     uses, starts, offsets, scales = plan_kernels.plan_uses(features.operands(), spec.table_words(), owners, **sizes)
     capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)
-    received, offsets_here, load, digest = route.requests_to_owners(
-        uses, starts, tickets_digest(features.keys), offsets
-    )
-    num_rounds, room = jnp.int32(1), capacity
+    came = route.requests_to_owners(uses, starts, tickets_digest(features.keys), offsets)
+    received, num_rounds, room = came.lines, jnp.int32(1), capacity
     if send_capacity is None:
-        num_rounds = exchange_lib.num_rounds_of(load[0, 0], capacity)
+        num_rounds = exchange_lib.num_rounds_of(came.load[0, 0], capacity)
         lines = exchange_lib.receive_all(route, received, uses, starts, num_rounds)
         received, room, capacity = lines.reshape(-1, 4), None, lines.shape[1]
     return Uses(
         received,
-        offsets_here.reshape(-1),
+        came.offsets.reshape(-1),
         scales,
         _count_unsent(spec, features, offsets, room),
-        load,
-        digest,
+        came.load,
+        came.digest,
         num_rounds[None],
         send_capacity=capacity,
     )

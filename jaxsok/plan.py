@@ -282,14 +282,18 @@ def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
 
 
 def requests_of(
-    spec: StoreSpec, features: StoreFeatures, owners: PartitionOwners, **how: int | bool
-) -> tuple[
-    UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_owners_plus_1"], UInt32[Array, "_ 2"], Inverse, Digest
-]:
-    """Makes one store's keys distinct and orders them by owner (`kernels.plan_requests`, which takes `how`).
+    spec: StoreSpec,
+    features: StoreFeatures,
+    owners: PartitionOwners,
+    *,
+    by_hash: bool = False,
+    send_capacity: int = 0,
+) -> kernels.OrderedRequests:
+    """Makes one store's keys distinct and orders them by owner.
 
-    Returns the fields of a `RequestList`, hashes by place, slots, and the digest of the keys. Requests of one owner are
-    ordered by the hash that deals them to the rounds of an update (`by_hash`), else by first occurrence.
+    Requests of one owner are ordered by the hash that deals them to the rounds of an update (`by_hash`), else by first
+    occurrence.
     """
-    sizes = {"num_tiles": features.num_tiles, "num_shards": 1 if spec.is_replicated else spec.num_shards}
-    return kernels.plan_requests(features.operands(), spec.table_words(), owners, **sizes, **how)
+    num_shards = 1 if spec.is_replicated else spec.num_shards
+    how = {"num_tiles": features.num_tiles, "num_shards": num_shards, "by_hash": by_hash}
+    return kernels.plan_requests(features.operands(), spec.table_words(), owners, **how, send_capacity=send_capacity)

@@ -90,8 +90,8 @@ class Windows:
         digest: Digest,
         offsets: Int32[Array, "num_shards num_offsets"],
         send_capacity: int,
-    ) -> tuple[UInt32[Array, "num_received 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest]:
-        """Sends each shard its lines, at most `send_capacity`; returns lines, offsets, load and digest of all."""
+    ) -> kernels.ReceivedLines:
+        """Sends each shard its lines, at most `send_capacity`, and offsets."""
         num_shards, num_offsets = offsets.shape
         num_words = -(-(2 + num_shards + num_offsets) // 4) * 4
         self.reserve(num_shards * (send_capacity * 16 + num_words * 4))

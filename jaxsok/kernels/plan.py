@@ -1,5 +1,7 @@
 """Doors of the plan noun: the distinct keys of a batch, by first position or by owner."""
 
+from typing import NamedTuple
+
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
@@ -32,6 +34,20 @@ def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[A
     return tuple(out)
 
 
+class OrderedRequests(NamedTuple):
+    """The distinct (table, key) pairs of a batch, by owner."""
+
+    requests: UInt32[Array, "num_keys 4"]
+    inverse: Inverse
+    starts: Int32[Array, " num_shards_plus_1"]
+    hashes: UInt32[Array, "num_keys_or_0 2"]
+    """By place, if the order is by hash."""
+    slots: Inverse
+    """Line of each key among those that are sent, if there is a send capacity."""
+    digest: Digest
+    """That of all keys."""
+
+
 def plan_requests(
     batch: Batch,
     tables: UInt32[np.ndarray, "num_tables 16"],
@@ -41,18 +57,8 @@ def plan_requests(
     num_shards: int,
     by_hash: bool = False,
     send_capacity: int = 0,
-) -> tuple[
-    UInt32[Array, "num_keys 4"],
-    Inverse,
-    Int32[Array, " num_shards_plus_1"],
-    UInt32[Array, "num_keys_or_0 2"],
-    Inverse,
-    Digest,
-]:
-    """Makes pairs distinct, by owner. See `LaunchPlanRequests` in ffi/kernels/plan.h.
-
-    Returns requests, inverse, starts, hashes if `by_hash`, slots if there is a send capacity, and the digest of keys.
-    """
+) -> OrderedRequests:
+    """Makes pairs distinct, by owner. See `LaunchPlanRequests` in ffi/kernels/plan.h."""
     keys, n = batch[0], batch[0].shape[0]
     operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
     results = {
@@ -66,7 +72,7 @@ def plan_requests(
     }
     attributes = {"num_tiles": num_tiles, "num_shards": num_shards, "by_hash": by_hash, "send_capacity": send_capacity}
     *out, _ = call("jaxsok_plan_requests", operands, results, **attributes).values()
-    return tuple(out)
+    return OrderedRequests(*out)
 
 
 def plan_uses(

@@ -6,6 +6,7 @@ program is traced; the rest are calls of a program, on every shard.
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
@@ -84,6 +85,18 @@ def exchange(number: int, lines: Array) -> Array:
     return call("jaxsok_window_exchange", operands, {"received": received}, window=number)["received"]
 
 
+class ReceivedLines(NamedTuple):
+    """What all shards sent to one."""
+
+    lines: UInt32[Array, "num_received 4"]
+    """Equal parts by shard; padding after the lines of each."""
+    offsets: Int32[Array, "num_shards num_offsets"]
+    load: Int32[Array, "1 2"]
+    """Most lines from one shard to one, and most to one from all shards; the same everywhere."""
+    digest: Digest
+    """Digest of those of all shards; the same everywhere."""
+
+
 def send_lines(
     number: int,
     lines: UInt32[Array, "num_lines 4"],
@@ -91,8 +104,8 @@ def send_lines(
     digest: Digest,
     offsets: Int32[Array, "num_shards num_offsets"],
     send_capacity: int,
-) -> tuple[UInt32[Array, "num_received 4"], Int32[Array, "num_shards num_offsets"], Int32[Array, "1 2"], Digest]:
-    """Sends each shard its lines; returns received lines and offsets, load, digest of all. See `LaunchWindowLines`."""
+) -> ReceivedLines:
+    """Sends each shard its lines, at most `send_capacity`, and offsets. See `LaunchWindowLines`."""
     results = {
         "received": result(lines, (offsets.shape[0] * send_capacity, 4), "uint32"),
         "offsets_received": result(lines, offsets.shape, "int32"),
@@ -100,7 +113,7 @@ def send_lines(
         "digest_of_all": result(lines, (1, 2), "uint32"),
     }
     operands = {"lines": lines, "starts": starts, "digest": digest, "offsets": offsets} | after_meeting(number, lines)
-    return tuple(call("jaxsok_window_lines", operands, results, window=number).values())
+    return ReceivedLines(*call("jaxsok_window_lines", operands, results, window=number).values())
 
 
 def sum_words(number: int, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
