@@ -95,6 +95,15 @@ class Exchange:
         copies = jnp.broadcast_to(lines[None], (num_shards, *lines.shape))
         return self.windows.exchange(copies.reshape(-1, *lines.shape[1:]))
 
+    def sends_sums_by_kernels(self, spec: StoreSpec, features: StoreFeatures, asked: Requests) -> bool:
+        """Returns whether kernels alone can sum, send and apply the gradients of a batch, through windows."""
+        is_scaled = spec.row_gradient != "sum" or self.spec.gradients in SCALED_DTYPES
+        if self.windows is None or spec.is_replicated or asked.listed is not None or is_scaled:
+            return False
+        if has_unused_keys(features):
+            return False
+        return asked.send_capacity >= features.keys.shape[0] or not has_divided_bags(features)
+
 
 @dataclasses.dataclass(frozen=True)
 class Route:

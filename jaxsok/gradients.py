@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsok import exchange as exchange_lib, table
 from jaxsok.checks import not_none
-from jaxsok.exchange import PADDING_REQUEST, SCALED_DTYPES, Exchange, HashOrder, Round, Route
+from jaxsok.exchange import PADDING_REQUEST, Exchange, HashOrder, Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels.lookup import Batch
@@ -247,14 +247,8 @@ def uses_in_all(
 
 def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
     """Returns whether kernels alone can sum, send and apply the gradients of a step on one store."""
-    if exchange.windows is None or spec.is_replicated or len(used.plans) > 1:
-        return False
-    (plan,) = used.plans
-    part, asked = plan.features.stores[s], plan.asked_of(s)
-    is_scaled = spec.row_gradient != "sum" or exchange.spec.gradients in SCALED_DTYPES
-    if asked.listed is not None or is_scaled or exchange_lib.has_unused_keys(part):
-        return False
-    return asked.send_capacity >= part.keys.shape[0] or not exchange_lib.has_divided_bags(part)
+    plan = used.plans[0]
+    return len(used.plans) == 1 and exchange.sends_sums_by_kernels(spec, plan.features.stores[s], plan.asked_of(s))
 
 
 def gradients_by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:

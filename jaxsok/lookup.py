@@ -325,13 +325,13 @@ class Owner(Reader):
         windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
         store, view, slots = tiers.bring_rows(spec, store, self.seed, found.row_ids, keeps=not self.is_find)
         reading = self.reading(self.words, spec.embedding_dtype if dtype == spec.dtype else "float32")
-        counters, absent, counts, values = kernels.lookup_window(
-            windows.number, view, reading, received, slots, asked.slots, is_find=self.is_find, dtype=dtype
-        )
-        store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
-        values = [table.round_to(value, spec.embedding_dtype) for value in values]
-        counts = self._correct_counts(counts, found.counts, absent)
-        return store, dataclasses.replace(found, counts=counts), values
+        sorts_uses = not self.is_find and self.exchange.sends_sums_by_kernels(spec, self.features, asked)
+        of_wire = {"is_find": self.is_find, "dtype": dtype, "sorts_uses": sorts_uses}
+        read = kernels.lookup_window(windows.number, view, reading, received, slots, asked.slots, **of_wire)
+        store = tiers.give_back(store, dataclasses.replace(view, counters=read.counters))
+        values = [table.round_to(value, spec.embedding_dtype) for value in read.embeddings]
+        counts = self._correct_counts(read.counts, found.counts, read.num_absent)
+        return store, dataclasses.replace(found, counts=counts, sorted_uses=read.sorted_uses), values
 
     def _find_rows(
         self, store: StoreState, received: UInt32[Array, "num_lines 4"]

@@ -440,14 +440,17 @@ def _step_bytes(
     listed = (of_line + 1) * num_keys + 4 * (num_owners + 1)
     room = spec.num_shards * math.ceil(num_keys / capacity) * capacity
     num_bytes = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
-    # The window wire, which "auto" takes where it can, sorts both while gradients arrive.
-    together = max if exchange.wire == "dense" else operator.add
+    # The window wire, which "auto" takes where it can, sorts the uses of a batch in its lookup, and those that arrive
+    # while gradients do.
+    is_dense = exchange.wire == "dense"
+    together = max if is_dense else operator.add
+    sorted_uses = 0 if is_dense else (1 + lookahead) * sizes.JaxsokSortedUsesBytes(num_keys)
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
         sizes.JaxsokInsertWorkspaceBytes(room) + initial * (room + num_keys),
         together(*(sizes.JaxsokUpdateWorkspaceBytes(count, spec.dim) for count in (num_keys, received))),
     )
-    plan = max(batches * planned, planned + listed)
+    plan = max(batches * planned + sorted_uses, planned + listed)
     parts |= {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}
     return parts | _stage(spec, room, workspace)
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, UInt32, UInt64
+from jaxtyping import Array, Bool, Float32, Int32, UInt8, UInt32, UInt64
 
 from jaxsok.checks import not_none
 from jaxsok.features import Features, StoreFeatures
@@ -117,6 +117,8 @@ class Found:
     """Passes of the exchange; 0 on one device."""
     has_row: Bool[Array, " num_keys"] | None = None
     """Marks listed requests that got a row, after several rounds; None where there is no list."""
+    sorted_uses: UInt8[Array, " num_bytes"] | None = None
+    """The uses of the batch by row, sorted for the update while rows crossed the wire; None: the update sorts them."""
 
 
 @jax.tree_util.register_dataclass

@@ -130,17 +130,18 @@ def _update_in_windows(
 ) -> tuple[StoreState, Array, Array]:
     """Does `update_exchanged`; sums of gradients go into windows, and from there into the step."""
     (plan,), (gradients,), windows = used.plans, used.gradients, not_none(exchange.windows)
-    part, asked, row_ids = plan.features.stores[s], plan.asked_of(s), plan.found_of(s).row_ids
-    received = asked.received
-    uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
-    total = gradients_lib.uses_in_all([row_ids], [uses], used.is_live) if inputs.counts_uses else None
+    part, asked, found = plan.features.stores[s], plan.asked_of(s), plan.found_of(s)
+    row_ids = found.row_ids
+    received, total = asked.received, None
+    if inputs.counts_uses:
+        uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
+        total = gradients_lib.uses_in_all([row_ids], [uses], used.is_live)
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
     store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
     step = _step_of_lines(spec, inputs, [received], slots, used.is_live, total)
     flat = gradients_lib.gradients_by_bag(spec, part, gradients)
-    view, num_nonfinite, _ = kernels.update_window(
-        windows.number, view, step, asked.slots, bags, flat, part.num_tiles, dtype
-    )
-    return tiers.give_back(store, view, writes=True), num_nonfinite, jnp.where(used.is_live[0], 0, uses.sum())
+    of_bags = asked.slots, bags, flat, part.num_tiles, dtype, found.sorted_uses
+    view, num_nonfinite, num_stale = kernels.update_window(windows.number, view, step, received, *of_bags)
+    return tiers.give_back(store, view, writes=True), num_nonfinite, num_stale

@@ -41,9 +41,9 @@ ffi::Error CombineTranspose(Call& call) {
     data.push_back(gradient.as<float>());
   }
   return call.Launch([&](Stream stream) {
-    return LaunchCombineTranspose(stream, data.data(), num_unique, dim, inverse.as<int32_t>(), batch,
-                                  LineTarget::Of(row_gradients.as<void>()),
-                                  is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16, num_uses.as<int32_t>(), workspace);
+    return LaunchCombineTranspose(
+        stream, data.data(), num_unique, dim, inverse.as<int32_t>(), batch, LineTarget::Of(row_gradients.as<void>()),
+        is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16, num_uses.as<int32_t>(), nullptr, workspace);
   });
 }
 

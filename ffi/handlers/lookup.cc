@@ -1,6 +1,7 @@
 // Handlers of the lookup noun: keys -> embeddings, inserting, reading only, or with row ids already known.
 #include <vector>
 
+#include "../kernels/combine.h"
 #include "buffers.h"
 
 namespace jaxsok {
@@ -77,8 +78,9 @@ StoreView Received(const StoreView& store, void* lines, int64_t num_lines, RowDt
 
 /// Sends the rows of received requests to the shards that asked for them, and combines the received rows of a batch.
 ///
-/// Rows go from the store straight into the windows of the askers, and are combined where they arrive. Counters pass
-/// through as in LookupPlanned.
+/// Rows go from the store straight into the windows of the askers, and are combined where they arrive. Meanwhile the
+/// uses of the batch are sorted for UpdateWindow, if the result for them is not empty. Counters pass through as in
+/// LookupPlanned.
 ffi::Error LookupWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   Store store = ReadStore(call);
@@ -94,16 +96,27 @@ ffi::Error LookupWindow(Call& call) {
                          : call.Attribute<int32_t>("is_float32") != 0 ? kRowDtypeFloat32
                                                                       : store.view.row_dtype;
   const Array num_absent = call.Result("num_absent", ffi::S32, {store.view.num_tables});
+  const Array sorted_uses = call.Result("sorted_uses", ffi::U8, {-1});
+  const bool sorts = sorted_uses.size(0) != 0;
+  if (sorts) call.CheckShape("sorted_uses", sorted_uses.dims(), {SortedUsesBytes(batch.num_keys)});
+  void* workspace = call.Workspace(sorts ? UpdateWorkspaceBytes(batch.num_keys, 0) : 0);
   int32_t* counts = CountsOf(call, store);
   RowArrays arrays(call, "embeddings");
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
   return call.Launch([&](Stream stream) -> LaunchError {
     const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
-    WindowExchange exchange(stream, window, call.device(), kCallLookup, num_lines * line_bytes);
+    Stream second;
+    WindowExchange exchange(stream, window, call.device(), kCallLookup, num_lines * line_bytes,
+                            sorts ? &second : nullptr);
     if (exchange.error() != nullptr) return exchange.error();
+    LaunchError error = nullptr;
+    if (sorts) {
+      error = LaunchSortByRow(second, num_lines, slots.as<int32_t>(), batch, sorted_uses.as<void>(), workspace);
+    }
+    if (error != nullptr) return error;
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
-    LaunchError error = LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), num_lines,
-                                     is_find != 0, target, dtype, num_absent.as<int32_t>());
+    error = LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), num_lines, is_find != 0,
+                         target, dtype, num_absent.as<int32_t>());
     if (error == nullptr) error = exchange.Meet(stream);
     if (error != nullptr) return error;
     const StoreView received = Received(store.view, exchange.received(), num_lines, dtype);

@@ -77,7 +77,7 @@ ffi::Error Update(Call& call) {
 /// Sums the gradients of a batch by request, sends the sums to the owners of the rows, and steps these rows.
 ///
 /// Sums go straight into the windows of the owners, and are read where they arrive. The batch of the step has one
-/// feature: a key for each row gradient that may arrive.
+/// feature: a key for each request received, whose row gradient may arrive.
 ffi::Error UpdateWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
   Step step;
@@ -90,8 +90,13 @@ ffi::Error UpdateWindow(Call& call) {
     bag_gradients.push_back(static_cast<const float*>(arrays.Add(call.Operand("bag_gradients"))));
   }
   call.Require(arrays.dtype() == kRowDtypeFloat32, "bag_gradients", "wanted float32");
-  ReadMeeting(call);
+  // Empty: the uses of the bags are sorted here.
+  const Array sorted_uses = call.Operand("sorted_uses", ffi::U8, {-1});
+  const bool is_sorted = sorted_uses.size(0) != 0;
+  if (is_sorted) call.CheckShape("sorted_uses", sorted_uses.dims(), {SortedUsesBytes(bags.num_keys)});
   const int64_t num_lines = step.batch.num_keys;
+  const Array requests = call.Operand("requests", ffi::U32, {num_lines, 4});
+  ReadMeeting(call);
   const int32_t dim = step.store.view.dim;
   step.ReadResults(call);
   // Not empty if gradients are sent as bfloat16, which are widened before the step.
@@ -108,10 +113,13 @@ ffi::Error UpdateWindow(Call& call) {
     WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes, &second);
     if (exchange.error() != nullptr) return exchange.error();
     const LineTarget target = exchange.Target(num_lines / exchange.num_shards(), line_bytes);
-    LaunchError error = LaunchSortUses(second, step.store.view, step.arguments());
+    UpdateArguments arguments = step.arguments();
+    arguments.requests = requests.as<Request>();
+    LaunchError error = LaunchSortUses(second, step.store.view, arguments);
     if (error == nullptr) {
       error = LaunchCombineTranspose(stream, bag_gradients.data(), num_lines, dim, slots.as<int32_t>(), bags, target,
-                                     dtype, num_uses.as<int32_t>(), workspace_of_bags);
+                                     dtype, num_uses.as<int32_t>(), is_sorted ? sorted_uses.as<void>() : nullptr,
+                                     workspace_of_bags);
     }
     if (error == nullptr) error = exchange.Meet(stream);
     if (error == nullptr && !is_float32) {
@@ -119,7 +127,7 @@ ffi::Error UpdateWindow(Call& call) {
     }
     if (error != nullptr) return error;
     const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
-    return exchange.Done(LaunchStepRows(stream, step.store.view, step.arguments(), {kRowDtypeFloat32, &arrived}));
+    return exchange.Done(LaunchStepRows(stream, step.store.view, arguments, {kRowDtypeFloat32, &arrived}));
   });
 }
 
@@ -174,4 +182,8 @@ JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
 
 extern "C" __attribute__((visibility("default"))) int64_t JaxsokUpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
   return jaxsok::UpdateWorkspaceBytes(num_keys, dim);
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t JaxsokSortedUsesBytes(int64_t num_keys) {
+  return jaxsok::SortedUsesBytes(num_keys);
 }

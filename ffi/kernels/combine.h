@@ -22,9 +22,18 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 /// Post   : row_gradients[u] is the sum over the uses of row u, in the order of core/row_update.h, by position over all
 ///          features; num_uses[u] is their number. Rows without uses get zeros, but windows are not written for them.
 ///          Positions of a bag whose divisor is zero are no uses, as for LaunchUpdate.
+///
+/// `sorted_uses`: those that LaunchSortByRow sorted for the same batch; nullptr: they are sorted here.
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
-                                   RowDtype dtype, int32_t* num_uses, void* workspace);
+                                   RowDtype dtype, int32_t* num_uses, void* sorted_uses, void* workspace);
+
+/// Sorts the uses of a batch by row, which needs no gradient: the first part of LaunchCombineTranspose. The CPU does
+/// all in the second.
+///
+/// Post   : `sorted_uses`, of SortedUsesBytes(batch.num_keys), is what LaunchCombineTranspose reads.
+LaunchError LaunchSortByRow(Stream stream, int64_t num_unique, const int32_t* inverse, const BatchView& batch,
+                            void* sorted_uses, void* workspace);
 
 /// Widens numbers of bfloat16, exactly.
 LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened);

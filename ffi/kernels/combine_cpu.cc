@@ -93,7 +93,7 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
-                                   RowDtype dtype, int32_t* num_uses, void* workspace) {
+                                   RowDtype dtype, int32_t* num_uses, void*, void* workspace) {
   if (dim > kMaxDim) return "bag_gradients: dim is above kMaxDim";
   const BagFeatures bags(stream, batch);
   if (bags.error() != nullptr) return bags.error();
@@ -122,6 +122,8 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
       workspace);
   return nullptr;
 }
+
+LaunchError LaunchSortByRow(Stream, int64_t, const int32_t*, const BatchView&, void*, void*) { return nullptr; }
 
 LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened) {
   constexpr int64_t kNumbersPerTask = 1 << 16;

@@ -1,4 +1,6 @@
 // Combine and its transpose on a GPU: the bags of lookup and the sums of update, over one array of rows.
+#include <algorithm>
+
 #include "combine.h"
 #include "uses_cuda.cuh"
 
@@ -18,6 +20,7 @@ struct ArrayPositions {
     return IsPadding(position) ? kNoRow : static_cast<uint32_t>(__ldg(inverse + position));
   }
   __device__ bool IsLive(const Feature&) const { return true; }
+  __device__ int UsesAt(int64_t) const { return 1; }
   __device__ void AddStale(int) const {}
 };
 
@@ -99,16 +102,33 @@ struct ApplyWrite {
   }
 };
 
-// Sets all rows to zero uses; positions outside all bags have no row.
-__global__ void PrepareTransposeKernel(const __grid_constant__ ApplyWrite out, int64_t num_unique, LongCounts* num_long,
-                                       uint32_t* rows, uint32_t* positions, int64_t num_keys) {
+// Sets all rows to zero uses.
+__global__ void PrepareTransposeKernel(int32_t* num_uses, int64_t num_unique, LongCounts* num_long) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   if (start == 0) *num_long = {};
-  for (int64_t i = start; i < num_unique; i += stride) out.num_uses[i] = 0;
+  for (int64_t i = start; i < num_unique; i += stride) num_uses[i] = 0;
+}
+
+// Gives no row to any position: those outside all bags keep it.
+__global__ void PrepareUsesKernel(uint32_t* rows, uint32_t* positions, int64_t num_keys) {
+  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   for (int64_t i = start; i < num_keys; i += stride) {
     rows[i] = kNoRow;
     positions[i] = 0;
   }
+}
+
+LaunchError SortByRow(Stream stream, int64_t num_unique, const int32_t* inverse, const BatchView& batch,
+                      UsesWorkspace& w) {
+  if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
+  if (batch.num_offsets > 0) {  // only ragged features have positions outside all bags
+    const unsigned blocks = BlocksFor(batch.num_keys, kMostPrepareBlocks);
+    PrepareUsesKernel<<<blocks, kBlock, 0, stream>>>(w.rows, w.positions, batch.num_keys);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  }
+  ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return SortPairs(stream, w.Pairs(batch.num_keys), BitsBelow(num_unique), w.sort_storage, &w.sort_bytes);
 }
 
 // Writes zeros for rows that no bag uses: as many lanes as a row has columns, at most a warp, take one row after the
@@ -167,20 +187,18 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
-                                   RowDtype dtype, int32_t* num_uses, void* workspace) {
+                                   RowDtype dtype, int32_t* num_uses, void* sorted_uses, void* workspace) {
   FeaturePointers<const void> pointers;
   JAXSOK_RETURN_IF_LAUNCH(FillPointers(bag_gradients, batch.num_features, pointers));
-  const int end_bit = BitsBelow(num_unique);
   const ApplyWrite out{row_gradients, dtype == kRowDtypeFloat32, num_uses, dim, num_unique};
   UsesWorkspace w;
-  JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, end_bit, &w));
-  PrepareTransposeKernel<<<kMostPrepareBlocks, kBlock, 0, stream>>>(out, num_unique, w.num_long, w.rows, w.positions,
-                                                                    batch.num_keys);
+  JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, BitsBelow(num_unique), &w));
+  w.PlaceSorted(sorted_uses, batch.num_keys);
+  const unsigned blocks = BlocksFor(std::max<int64_t>(num_unique, 1), kMostPrepareBlocks);
+  PrepareTransposeKernel<<<blocks, kBlock, 0, stream>>>(num_uses, num_unique, w.num_long);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys != 0 && batch.num_tiles != 0) {
-    ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes));
+    if (sorted_uses == nullptr) JAXSOK_RETURN_IF_LAUNCH(SortByRow(stream, num_unique, inverse, batch, w));
     JAXSOK_RETURN_IF_LAUNCH(
         LaunchUses(stream, out, pointers, batch, w, dim, dim * static_cast<int32_t>(sizeof(float))));
   }
@@ -189,6 +207,14 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   while (lanes < dim && lanes < kWarp) lanes *= 2;
   ZeroUnusedKernel<<<kMostPrepareBlocks, kBlock, 0, stream>>>(out, num_unique, lanes);
   return LastLaunchError();
+}
+
+LaunchError LaunchSortByRow(Stream stream, int64_t num_unique, const int32_t* inverse, const BatchView& batch,
+                            void* sorted_uses, void* workspace) {
+  UsesWorkspace w;
+  JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, 0, BitsBelow(num_unique), &w));
+  w.PlaceSorted(sorted_uses, batch.num_keys);
+  return SortByRow(stream, num_unique, inverse, batch, w);
 }
 
 }  // namespace jaxsok

@@ -23,6 +23,9 @@ constexpr int64_t UpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
          CeilDiv<int64_t>(num_keys, kUsesPerChunk) * (partial_bytes + list_bytes) + partial_bytes;
 }
 
+/// Returns the bytes of `num_keys` uses that a call sorts for another: row, position, and the factor with its bag.
+constexpr int64_t SortedUsesBytes(int64_t num_keys) { return PaddedToLine(num_keys) * 16; }
+
 struct UpdateSpec {
   int32_t optimizer;     // Optimizer
   int32_t row_gradient;  // RowGradient
@@ -77,6 +80,7 @@ struct UpdateArguments {
   int32_t* num_nonfinite;
   int32_t* num_stale;
   void* workspace;
+  const Request* requests = nullptr;  // by position: it stands for so many uses; null: for one
 };
 
 /// Steps every row that the batch used, once, with the sum of its gradients.
@@ -86,7 +90,7 @@ struct UpdateArguments {
 ///          or a program's scalars; step[0] is the number of updates so far. The store also has tables and seed.
 /// Post   : rows and states of used rows are stepped once. A row whose summed gradient is not finite is unchanged and
 ///          counted in num_nonfinite[table]. Uses of a plan that is not applied are skipped and counted in num_stale[0]
-///          (keys that had a row). Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do
+///          (of keys that had a row). Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do
 ///          not move their rows. All in float32. A row of 16 bits is rounded once, as spec.rounding says; random bits
 ///          depend on the seed, the step, and the key and table that the batch gives for a use of the row
 ///          (core/row_dtype.h).

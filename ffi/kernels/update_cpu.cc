@@ -113,17 +113,19 @@ struct StorePositions {
   const uint64_t* keys;
   const uint32_t* row_ids;
   uint32_t capacity;
+  const Request* requests;
 
   bool IsPadding(int64_t i) const { return keys[i] == kPaddingKey; }
   uint32_t Row(int64_t i) const { return row_ids[i] < capacity ? row_ids[i] : kNoRow; }
+  int32_t UsesAt(int64_t i) const { return requests == nullptr ? 1 : static_cast<int32_t>(requests[i].uses); }
 };
 
-/// Counts the keys in bags of a stale feature that had a row.
+/// Counts the uses in bags of a stale feature whose keys had a row.
 int32_t CountStale(const FeatureView& feature, const StorePositions& positions) {
   int32_t num_stale = 0;
   const int64_t end = feature.BagBegin(feature.num_bags);
   for (int64_t i = feature.BagBegin(0); i < end; ++i) {
-    num_stale += !positions.IsPadding(i) && positions.Row(i) != kNoRow ? 1 : 0;
+    if (!positions.IsPadding(i) && positions.Row(i) != kNoRow) num_stale += positions.UsesAt(i);
   }
   return num_stale;
 }
@@ -210,14 +212,14 @@ LaunchError LaunchStepRows(Stream stream, const StoreView& store, const UpdateAr
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArguments& a,
                          const GradientsView& gradients) {
-  const auto& [states, spec, hyper, step, is_live, batch, row_ids, num_nonfinite, num_stale, workspace] = a;
+  const auto& [states, spec, hyper, step, is_live, batch, row_ids, num_nonfinite, num_stale, workspace, requests] = a;
   const int32_t dim = store.dim;
   if (dim < 1 || dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
   if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
   if (LaunchError error = CheckStates(spec.optimizer, states, dim)) return error;
   const BagFeatures bags(stream, batch);
   if (LaunchError error = batch.tables == nullptr ? bags.ErrorWithTables(store.num_tables) : bags.error()) return error;
-  const StorePositions positions = {batch.keys, row_ids, store.capacity};
+  const StorePositions positions = {batch.keys, row_ids, store.capacity, requests};
   std::fill_n(num_nonfinite, store.num_tables, 0);
   *num_stale = 0;
   std::vector<char> is_used(batch.num_features, 0);

@@ -12,6 +12,7 @@ struct PlannedPositions {
   const uint32_t* row_ids;
   const bool* is_live;
   uint32_t capacity;
+  const Request* requests;
   int32_t* num_stale;
 
   __device__ bool IsPadding(int64_t position) const { return __ldg(keys + position) == kPaddingKey; }
@@ -20,6 +21,9 @@ struct PlannedPositions {
     return row < capacity ? row : kNoRow;
   }
   __device__ bool IsLive(const Feature& f) const { return is_live[f.plan]; }
+  __device__ int UsesAt(int64_t position) const {
+    return requests == nullptr ? 1 : static_cast<int>(requests[position].uses);
+  }
   __device__ void AddStale(int n) const {
     if (n != 0) atomicAdd(num_stale, n);
   }
@@ -70,7 +74,7 @@ LaunchError LaunchSortUses(Stream stream, const StoreView& store, const UpdateAr
                                                      w.positions, num_rows);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
-  const PlannedPositions positions{batch.keys, a.row_ids, a.is_live, store.capacity, a.num_stale};
+  const PlannedPositions positions{batch.keys, a.row_ids, a.is_live, store.capacity, a.requests, a.num_stale};
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, positions, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes);

@@ -65,6 +65,14 @@ struct UsesWorkspace {
   __device__ LongRow& MoreChunks(uint32_t i) const { return long_rows[num_chunks - 1 - i]; }
 
   PairsToSort Pairs(int64_t num_keys) const { return {rows, positions, sorted_rows, sorted_positions, num_keys}; }
+  /// Places the sorted uses apart from the workspace, if `memory` is not null: SortedUsesBytes.
+  void PlaceSorted(void* memory, int64_t num_keys) {
+    if (memory == nullptr) return;
+    WorkspaceCutter cutter(memory);
+    sorted_rows = cutter.Take<uint32_t>(num_keys);
+    sorted_positions = cutter.Take<uint32_t>(num_keys);
+    factors = cutter.Take<UseFactor>(num_keys);
+  }
 };
 
 inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int end_bit, UsesWorkspace* w) {
@@ -133,7 +141,7 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
   const bool is_live = positions.IsLive(f);
   int num_stale = 0;
   const auto list = [&](int64_t position, uint32_t row, bool is_left_out) {
-    if (!is_live && row != kNoRow) ++num_stale;
+    if (!is_live && row != kNoRow) num_stale += positions.UsesAt(position);
     if (!is_live || is_left_out) row = kNoRow;
     w.rows[position] = row;
     w.positions[position] = static_cast<uint32_t>(position);

@@ -669,6 +669,9 @@ class Machine {
     const bool has_tables = random_.Below(2) == 0;
     BatchView view = has_tables ? of_table_0.View() : batch.View();
     view.tables = has_tables ? tables.data() : nullptr;
+    const bool has_requests = random_.Below(2) == 0;
+    std::vector<Request> requests(batch.keys.size());
+    for (Request& request : requests) request.uses = random_.Below(5);
     const UpdateArguments arguments{store_.state_view,
                                     spec,
                                     hyper,
@@ -678,7 +681,8 @@ class Machine {
                                     row_ids.data(),
                                     num_nonfinite.data(),
                                     &num_stale,
-                                    Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))};
+                                    Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim)),
+                                    has_requests ? requests.data() : nullptr};
     JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, arguments, given.View()) == nullptr, seed_);
     Uses uses;
     const auto row_of = [&](int64_t i) { return row_ids[i] < model_.capacity ? row_ids[i] : kNoRow; };
@@ -688,8 +692,10 @@ class Machine {
         continue;
       }
       for (const auto& bag : batch.bags[f]) {
-        for (int64_t i = bag.first; i < bag.second; ++i)
-          wanted_stale += batch.keys[i] != kPaddingKey && row_of(i) != kNoRow;
+        for (int64_t i = bag.first; i < bag.second; ++i) {
+          if (batch.keys[i] == kPaddingKey || row_of(i) == kNoRow) continue;
+          wanted_stale += has_requests ? static_cast<int32_t>(requests[i].uses) : 1;
+        }
       }
     }
     std::map<uint32_t, uint32_t> table_of;
@@ -954,7 +960,7 @@ void TestTranspose(uint64_t seed, int num_threads) {
       std::vector<int32_t> num_uses(num_unique, 33);
       Memory workspace(UpdateWorkspaceBytes(n, dim));
       JAXSOK_CHECK_SEED(LaunchCombineTranspose(&executor, pointers.data(), num_unique, dim, inverse.data(), view,
-                                               target, dtype, num_uses.data(), workspace.get()) == nullptr,
+                                               target, dtype, num_uses.data(), nullptr, workspace.get()) == nullptr,
                         seed);
       JAXSOK_CHECK_SEED(IsSame(num_uses, wanted_uses), seed);
     };
@@ -1279,7 +1285,7 @@ void TestHotRow() {
   const float* pointers[] = {gradients.data()};
   int32_t num_uses = 0;
   LaunchCombineTranspose(&executor, pointers, 1, kDim, inverse.data(), batch.View(),
-                         LineTarget::Of(row_gradient.data()), kRowDtypeFloat32, &num_uses, workspace.get());
+                         LineTarget::Of(row_gradient.data()), kRowDtypeFloat32, &num_uses, nullptr, workspace.get());
   JAXSOK_CHECK(num_uses == kNumKeys);
   std::vector<Line> lines;
   for (int64_t i = 0; i < kNumKeys; ++i) lines.emplace_back(&gradients[i * kDim], &gradients[i * kDim] + kDim);

@@ -109,6 +109,7 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
+        "JaxsokSortedUsesBytes": (ctypes.c_int64,),
         "JaxsokBringWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPackBags": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
         "JaxsokEndKeys": (ctypes.c_void_p,),

@@ -116,6 +116,18 @@ def lookup_planned(
     return out["counters"], out["counts"], out["embeddings"]
 
 
+class WindowResults(NamedTuple):
+    """The results of a lookup through windows."""
+
+    counters: Counters
+    """Those given, which are donated and do not change."""
+    num_absent: ByTable
+    counts: TableCounts
+    sorted_uses: UInt8[Array, " num_bytes"] | None
+    """The uses of the rows that came, sorted by row, for `update_window`."""
+    embeddings: list[Array]
+
+
 def lookup_window(
     window: int,
     store: StoreArrays,
@@ -126,16 +138,21 @@ def lookup_window(
     *,
     is_find: bool,
     dtype: str,
-) -> tuple[Counters, ByTable, TableCounts, list[Array]]:
+    sorts_uses: bool = False,
+) -> WindowResults:
     """Does `table.gather`, an exchange and `lookup_planned` in one call of each shard; writes no row in between.
 
     Row ids are by request received; `slots` has the line of each key's row among those that come back, as `dtype`.
-    Returns the counters, which are donated and do not change, num_absent, counts and embeddings.
+    Sorting takes place while rows cross the wire.
     """
     arrays = {"counters": store.counters, "rows": store.rows}
     operands = reading.operands(requests=requests, row_ids=row_ids) | {"slots": slots.view(np.uint32)}
     operands |= after_meeting(window, slots)
-    results = {"num_absent": result(requests, (reading.tables.shape[0],), "int32")} | reading.results()
+    results, none = {"num_absent": result(requests, (reading.tables.shape[0],), "int32")}, result(slots, (0,), "uint8")
+    sizes = {"sorted_uses": ("JaxsokSortedUsesBytes",), "workspace": ("JaxsokUpdateWorkspaceBytes", 0)}
+    for name, (size_of, *dim) in sizes.items():
+        results[name] = workspace(slots, size_of, slots.shape[0], *dim) if sorts_uses else none
+    results |= reading.results()
     attributes = reading.attributes() | {
         "window": window,
         "is_find": is_find,
@@ -143,7 +160,8 @@ def lookup_window(
         "is_bfloat16": dtype == "bfloat16",
     }
     out = call_on("jaxsok_lookup_window", arrays, operands, results, in_place=("counters",), **attributes)
-    return out["counters"], out["num_absent"], out["counts"], out["embeddings"]
+    sorted_uses = out["sorted_uses"] if sorts_uses else None
+    return WindowResults(out["counters"], out["num_absent"], out["counts"], sorted_uses, out["embeddings"])
 
 
 def lookup_bags_window(

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
 from jaxsok.kernels.call import Store, call_on_store, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
@@ -88,19 +88,23 @@ def update_window(
     window: int,
     store: Store,
     step: Step,
+    requests: UInt32[Array, "num_lines 4"],
     slots: Inverse,
     bags: Sequence[Any],
     gradients: Sequence[Float32[Array, "..."]],
     num_bag_tiles: int,
     dtype: str,
+    sorted_uses: UInt8[Array, " num_bytes"] | None = None,
 ) -> tuple[Store, ByTable, Int32[Array, ""]]:
     """Does `combine.combine_transpose`, an exchange of the sums (float32 or bfloat16) and `update` in one call.
 
-    `slots` has the line of each key of the bags; the step has a key for each line that arrives.
+    `slots` has the line of each key of the bags; the step has a key for each request received. `sorted_uses`: those that
+    `lookup_window` sorted; None: they are sorted here.
     """
     num_lines, dim = step.row_ids.shape[0], store.rows[0].shape[1]
     operands = step.operands() | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients}
-    operands |= after_meeting(window, slots)
+    operands["sorted_uses"] = jnp.zeros(0, jnp.uint8) if sorted_uses is None else sorted_uses
+    operands |= {"requests": requests} | after_meeting(window, slots)
     results = step.results() | {
         "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
         "num_uses": result(slots, (num_lines,), "int32"),

@@ -432,6 +432,28 @@ def test_plans_with_too_little_room():
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
+def stale_update(wire, mesh, form):
+    """Updates with a plan from before rows left the store."""
+    tables, features, raw = one_feature("float32", 8, "mean", form=form)
+    collection = collection_of(mesh, wire, tables, features)
+    state, batch = collection.init(seed=3, salt=0), collection.batch(raw(1, mesh.size)).features
+    with on_any_platform():
+        asked = jax.jit(functools.partial(collection.plan, send_capacity=[CAPACITY]))(batch)
+        embeddings, state, plan = jax.block_until_ready(jax.jit(collection.lookup)(state, asked))
+        state, _ = collection.erase(state, "item", np.arange(40, dtype=np.uint64))
+        return jax.block_until_ready(jax.jit(collection.update)(state, plan, embeddings))
+
+
+@pytest.mark.parametrize("form", ["rows", "bags"])
+def test_uses_of_stale_plans(form):
+    """They are counted, however often a key occurs in a batch, and step no row."""
+    mesh = mesh_of_any()
+    assert_same_on_both_wires(stale_update, mesh, form)
+    _, stats = stale_update("window", mesh, form)
+    keys = one_feature("float32", 8, "mean")[2](1, mesh.size)["item"]
+    assert int(stats.num_stale) == (keys != jaxsok.PADDING_KEY).sum()
+
+
 def test_a_table_on_one_shard():
     """All rows go to one owner."""
     world = one_feature("float32", 8, "sqrtn", hotness=2, placement=jaxsok.on(1))
