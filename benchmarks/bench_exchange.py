@@ -40,7 +40,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxsok
 from jaxsok import (
-    combine as combine_lib,
     exchange as exchange_lib,
     gradients as gradients_lib,
     plan as plan_lib,
@@ -48,7 +47,7 @@ from jaxsok import (
 )
 from jaxsok.exchange import Route
 from jaxsok.features import Batch
-from jaxsok.kernels import lookup as lookup_kernels, update as update_kernels
+from jaxsok.kernels import combine as combine_kernels, lookup as lookup_kernels, update as update_kernels
 from jaxsok.pack import Packing
 from jaxsok.pipeline import LookAhead, Pipeline
 from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROUNDINGS, ROW_GRADIENTS
@@ -333,7 +332,7 @@ class Sharded:
         def transpose(part, slots, gradients):
             _, offsets, weights, words = part.operands()
             flat = [gradients[layout.name] for layout in part.layouts]
-            return combine_lib.kernels.combine_transpose(
+            return combine_kernels.combine_transpose(
                 flat, slots, (offsets, weights, words), route.num_sent, part.num_tiles
             )
 

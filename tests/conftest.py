@@ -57,7 +57,7 @@ _compile_quickly()
 
 # Shapes as types: JAXSOK_TYPECHECK=1 checks the annotations of the inner modules while the tests run. The public
 # surface is left out: it has to refuse bad input with its own message, which a type checker would preempt.
-_TYPECHECKED = ("kernels", "combine", "table", "lookup", "export", "grow")
+_TYPECHECKED = ("kernels", "table", "lookup", "export", "grow")
 if os.environ.get("JAXSOK_TYPECHECK") == "1" and importlib.util.find_spec("beartype") and "jaxsok" not in sys.modules:
     import jaxtyping
 

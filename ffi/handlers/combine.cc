@@ -1,4 +1,4 @@
-// Handlers of the combine noun: rows -> embeddings, and bag gradients -> row gradients.
+// The handler of the combine noun: bag gradients -> row gradients.
 #include "../kernels/combine.h"
 
 #include "buffers.h"
@@ -6,20 +6,7 @@
 namespace jaxsok {
 namespace {
 
-/// Combines the rows of each bag into its embedding.
-ffi::Error Combine(Call& call) {
-  const Array rows = call.Operand("rows", ffi::F32, {-1, -1});
-  const Array inverse = call.Operand("inverse", ffi::S32, {-1});
-  const BatchView batch = ReadBags(call, inverse.size(0), call.Attribute<int32_t>("num_tiles"));
-  call.Require(batch.num_features == 1, "features", "got ", batch.num_features, " of them, wanted 1");
-  const Array embeddings = call.Result("embeddings", ffi::F32, {-1, rows.size(1)});
-  return call.Launch([&](Stream stream) {
-    return LaunchCombine(stream, rows.as<float>(), rows.size(0), static_cast<int32_t>(rows.size(1)),
-                         inverse.as<int32_t>(), batch, embeddings.as<float>());
-  });
-}
-
-/// Takes the bag gradients of all features back to row gradients: the transpose of Combine.
+/// Takes the bag gradients of all features back to row gradients.
 ffi::Error CombineTranspose(Call& call) {
   const Array inverse = call.Operand("inverse", ffi::S32, {-1});
   const BatchView batch = ReadBags(call, inverse.size(0), call.Attribute<int32_t>("num_tiles"));
@@ -49,7 +36,6 @@ ffi::Error CombineTranspose(Call& call) {
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(JaxsokCombine, "combine", Combine);
 JAXSOK_DEFINE_HANDLER(JaxsokCombineTranspose, "combine_transpose", CombineTranspose);
 
 }  // namespace jaxsok

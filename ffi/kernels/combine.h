@@ -1,4 +1,5 @@
-// Combines the rows of a bag into its embedding, and the transpose. (law 4: <combine(x), y> = <x, transpose(y)>)
+// Takes the gradients of bags back to rows: the transpose of combining, which lookups do (lookup.h).
+// Law 4: <combine(x), y> = <x, transpose(y)>.
 #ifndef JAXSOK_KERNELS_COMBINE_H_
 #define JAXSOK_KERNELS_COMBINE_H_
 
@@ -7,18 +8,11 @@
 
 namespace jaxsok {
 
-/// Combines given rows: one feature, whose rows are in one array.
-///
-/// Pre    : `batch.features` describes one feature with kCombinerSum, Mean or Sqrtn; batch.keys is not read.
-///          inverse[i] in [0, num_unique) is the row of position i, anything else is padding.
-/// Post   : embeddings[b] as lookup.h says.
-LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
-                          const BatchView& batch, float* embeddings);
-
 /// Takes bag gradients back to rows: any number of features, of any kind, whose rows are in one array.
 ///
-/// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; batch.keys is not read. inverse is as for LaunchCombine,
-///          for the positions of all features together. `dtype`: float32, or bfloat16, to which sums are rounded.
+/// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; batch.keys is not read. inverse[i] in [0, num_unique) is
+///          the row of position i, counted over all features; anything else is padding. `dtype`: float32, or bfloat16,
+///          to which sums are rounded.
 /// Post   : row_gradients[u] is the sum over the uses of row u, in the order of core/row_update.h, by position over all
 ///          features; num_uses[u] is their number. Rows without uses get zeros, but windows are not written for them.
 ///          Positions of a bag whose divisor is zero are no uses, as for LaunchUpdate.

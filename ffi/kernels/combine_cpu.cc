@@ -1,4 +1,4 @@
-// Combine and its transpose on the CPU, and the loops over columns that lookup and update use too.
+// The transpose of combining on the CPU, and the loops over columns that lookup and update use too.
 #include "combine.h"
 #include "uses_cpu.h"
 
@@ -58,38 +58,14 @@ namespace {
 
 /// Positions whose rows are in one array; anything outside it is padding.
 struct ArrayPositions {
-  const float* rows;
   const int32_t* inverse;
   int64_t num_unique;
-  int32_t dim;
 
   bool IsPadding(int64_t i) const { return inverse[i] < 0 || inverse[i] >= num_unique; }
   uint32_t Row(int64_t i) const { return static_cast<uint32_t>(inverse[i]); }
 };
 
-struct ArrayRows {
-  ArrayPositions positions;
-
-  void Fetch(int64_t i) const {
-    if (!positions.IsPadding(i)) PrefetchRow(Row(i), positions.dim);
-  }
-  const float* Row(int64_t i) const {
-    return positions.IsPadding(i) ? nullptr : positions.rows + int64_t{positions.inverse[i]} * positions.dim;
-  }
-};
-
 }  // namespace
-
-LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
-                          const BatchView& batch, float* embeddings) {
-  const BagFeatures bags(stream, batch);
-  if (bags.error() != nullptr) return bags.error();
-  bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
-    ArrayRows array = {{rows, inverse, num_unique, dim}};
-    CombineTile(feature, tile, dim, array, embeddings);
-  });
-  return nullptr;
-}
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
@@ -106,7 +82,7 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
     }
     std::fill(num_uses + begin, num_uses + end, 0);
   });
-  const ArrayPositions positions = {nullptr, inverse, num_unique, dim};
+  const ArrayPositions positions = {inverse, num_unique};
   ForEachRowGradient(
       stream, bags, std::vector<char>(batch.num_features, 1), bag_gradients, batch.num_keys, dim, num_unique, positions,
       [](uint32_t) {},

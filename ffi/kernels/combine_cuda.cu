@@ -1,4 +1,4 @@
-// Combine and its transpose on a GPU: the bags of lookup and the sums of update, over one array of rows.
+// The transpose of combining on a GPU: the sums of update, written to one array of rows or to windows.
 #include <algorithm>
 
 #include "combine.h"
@@ -23,45 +23,6 @@ struct ArrayPositions {
   __device__ int UsesAt(int64_t) const { return 1; }
   __device__ void AddStale(int) const {}
 };
-
-/// Rows in one array (SumBags).
-struct ArraySource {
-  ArrayPositions positions;
-  const float* rows;
-  const float* weights;  // of the feature; nullptr: none
-  int32_t dim;
-
-  using Token = uint32_t;
-  __device__ static Token None() { return kNoRow; }
-  __device__ Token Load(int32_t at) const { return positions.Row(at); }
-  __device__ uint32_t TableAt(int32_t) const { return 0; }  // not called: all positions have rows
-  __device__ Position Resolve(int32_t at, Token row, bool) const {
-    Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-    if (row == kNoRow) return p;
-    p.kind = kPositionRow;
-    p.pointer = rows + int64_t{row} * dim;
-    if (weights != nullptr) p.weight = __ldg(weights + at);
-    return p;
-  }
-};
-
-// As LookupBagsKernel: each warp takes its share of the bags.
-template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
-    CombineKernel(const __grid_constant__ StoreView store, BatchView batch, ArrayPositions positions, const float* rows,
-                  float* out, TileShare share, int lanes) {
-  const Feature f = Feature::Load(batch.features, 0);
-  const int32_t warp = static_cast<int32_t>(blockIdx.x) * (kBlock / kWarp) + static_cast<int32_t>(threadIdx.x) / kWarp;
-  const int32_t first = warp * share.granule, last = min(first + share.granule, f.num_bags);
-  if (first >= last) return;
-  ArraySource source{positions, rows, f.weights_start >= 0 ? batch.weights + f.weights_start : nullptr, store.dim};
-  const GroupBags bags = GroupBags::Of(f, batch.offsets, first, last, share.granule, lanes);
-  __shared__ WindowRows window_rows[kBlock / kWarp];
-  SumBags<float, kVector, kPerLane>(f, bags, store, lanes, source, window_rows[threadIdx.x / kWarp],
-                                    [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-                                      WriteBag<float>(f, result, sum, lanes, store.dim, out, true, bag);
-                                    });
-}
 
 /// Writes the sum of a row's gradients, and the number of uses.
 struct ApplyWrite {
@@ -169,20 +130,6 @@ __global__ void __launch_bounds__(kBlock) WidenKernel(const uint16_t* numbers, i
 LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened) {
   WidenKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(static_cast<const uint16_t*>(numbers), size, widened);
   return LastLaunchError();
-}
-
-LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
-                          const BatchView& batch, float* embeddings) {
-  if (batch.num_tiles == 0 || dim == 0) return nullptr;
-  StoreView store{};
-  store.dim = dim;
-  const ArrayPositions positions{inverse, num_unique};
-  return DispatchShape(dim, LaneShape::OfBags(dim), [&](auto shape) {
-    const TileShare share = TileShare::OfBags(batch.num_tiles, batch.num_keys, shape.lanes);
-    CombineKernel<shape.kVector, shape.kPerLane><<<batch.num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(
-        store, batch, positions, rows, embeddings, share, shape.lanes);
-    return LastLaunchError();
-  });
 }
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,

@@ -38,9 +38,8 @@ struct GradientsView {
 };
 
 // The bags of all three lookups: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness
-// positions each. Offsets never decrease (Python ensures it, for traced ones too: features.py, combine.py); those
-// outside [0, num_keys] are clamped, so that nothing outside the buffers is accessed. Positions in no bag count as
-// padding.
+// positions each. Offsets never decrease (Python ensures it, for traced ones too: features.py); those outside
+// [0, num_keys] are clamped, so that nothing outside the buffers is accessed. Positions in no bag count as padding.
 //
 // Rows are added in the order of the positions, starting from the first (not from zero): weight * row if the feature is
 // weighted, otherwise row. Then mean and sqrtn multiply by 1 / divisor. The divisor is the number of keys that are not

@@ -856,33 +856,38 @@ void TestPlan(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(IsSame(multiplicity, wanted_multiplicity), seed);
 }
 
-void TestCombine(uint64_t seed, int num_threads) {
+/// Combines rows of known ids: more bags and other dims than the machine's, and sums of negative zeros.
+void TestLookupPlanned(uint64_t seed, int num_threads) {
   Random random(seed);
   ThreadExecutor executor(num_threads);
   const int32_t dim = static_cast<int32_t>(1 + random.Below(70));
-  const int32_t num_unique = static_cast<int32_t>(1 + random.Below(100));
+  const uint32_t num_rows = 1 + random.Below(100);
   Batch batch;
   AddFeature(batch, random, 1, 10, static_cast<int32_t>(1 + random.Below(3)), 2000, seed % 2 == 0);
-  const size_t n = batch.keys.size();
-  std::vector<float> rows(static_cast<size_t>(num_unique) * dim);
+  Store store(dim, 1, {num_rows}, 1, 0, dim);
+  Line rows(static_cast<size_t>(num_rows) * dim);
   for (float& x : rows) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
-  std::vector<int32_t> inverse(n);
-  std::vector<char> is_padding(n);
-  for (size_t i = 0; i < n; ++i) {
-    inverse[i] = random.Below(8) == 0 ? static_cast<int32_t>(random.Next() | 1u << 31)
-                                      : static_cast<int32_t>(random.Below(num_unique * 9 / 8));
-    if (random.Below(3) == 0) inverse[i] = 0;
-    is_padding[i] = inverse[i] < 0 || inverse[i] >= num_unique;
+  std::memcpy(store.rows[0].data(), rows.data(), rows.size() * sizeof(float));
+  std::vector<uint32_t> row_ids(batch.keys.size());
+  std::vector<char> is_outside(batch.keys.size(), 1);
+  for (const auto& bag : batch.bags[0]) std::fill(is_outside.begin() + bag.first, is_outside.begin() + bag.second, 0);
+  std::vector<int32_t> counts(kNumCounts, -7), wanted(kNumCounts, 0);
+  for (size_t i = 0; i < row_ids.size(); ++i) {
+    if (random.Below(8) == 0) batch.keys[i] = kPaddingKey;
+    row_ids[i] = random.Below(3) == 0 ? 0 : random.Below(num_rows);
+    if (batch.keys[i] == kPaddingKey || random.Below(8) == 0) row_ids[i] = kNoRow;
+    const bool is_padding = is_outside[i] || batch.keys[i] == kPaddingKey;
+    ++wanted[is_padding ? kCountPadding : row_ids[i] == kNoRow ? kCountRefused : kCountFound];
   }
-  const auto line = [&](int64_t i) {
-    return Line(rows.begin() + int64_t{inverse[i]} * dim, rows.begin() + int64_t{inverse[i] + 1} * dim);
+  const auto row_of = [&](int64_t i) {
+    return row_ids[i] == kNoRow ? InitialRow(store, 0, batch.keys[i]) : store.RowAt(row_ids[i]);
   };
   Embeddings embeddings(batch, dim);
-  BatchView view = batch.View();
-  view.keys = nullptr;
-  LaunchCombine(&executor, rows.data(), num_unique, dim, inverse.data(), view,
-                static_cast<float*>(embeddings.pointers[0]));
-  JAXSOK_CHECK_SEED(IsSame(embeddings.Values(0), ModelCombine(batch, 0, dim, is_padding, line)), seed);
+  JAXSOK_CHECK_SEED(LaunchLookupPlanned(&executor, store.view, batch.View(), row_ids.data(), embeddings.View(),
+                                        counts.data()) == nullptr,
+                    seed);
+  JAXSOK_CHECK_SEED(IsSame(embeddings.Values(0), ModelCombine(batch, 0, dim, PaddingOf(batch), row_of)), seed);
+  JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed);
 }
 
 /// Arrays into which rows are cut, as windows are; rows that are never written stay 0x5e.
@@ -1304,19 +1309,23 @@ void TestDenormals() {
   batch.features[kFeatureNumBags] = batch.features[kFeatureHotness] = 2;
   batch.features[kFeatureWeightsStart] = -1;
   batch.bags.resize(1);
-  const std::vector<float> rows = {FloatOfBits(5), FloatOfBits(0x00800000), FloatOfBits(7), FloatOfBits(0x80000001)};
-  const std::vector<float> wanted = {FloatOfBits(12), FloatOfBits(0x007fffff), FloatOfBits(10),
-                                     FloatOfBits(0x01000000)};
-  const std::vector<int32_t> inverse = {0, 1, 0, 0};
-  std::vector<float> embeddings(4, 1.0f);
+  const Line rows = {FloatOfBits(5), FloatOfBits(0x00800000), FloatOfBits(7), FloatOfBits(0x80000001)};
+  Store store(2, 1, {2}, 1, 0, 2);
+  std::memcpy(store.rows[0].data(), rows.data(), rows.size() * sizeof(float));
+  const Line wanted = {FloatOfBits(12), FloatOfBits(0x007fffff), FloatOfBits(10), FloatOfBits(0x01000000)};
+  const std::vector<uint32_t> row_ids = {0, 1, 0, 0};
+  std::vector<int32_t> counts(kNumCounts);
+  batch.bags[0] = {{0, 2}, {2, 4}};
+  Embeddings embeddings(batch, 2);
   constexpr unsigned kFlushes = 0x8040;  // FTZ and DAZ
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | kFlushes);
-  LaunchCombine(&executor, rows.data(), 2, 2, inverse.data(), batch.View(), embeddings.data());
+  const LaunchError error =
+      LaunchLookupPlanned(&executor, store.view, batch.View(), row_ids.data(), embeddings.View(), counts.data());
   const bool is_restored = (_mm_getcsr() & kFlushes) == kFlushes;
   _mm_setcsr(saved);
-  JAXSOK_CHECK(is_restored);
-  JAXSOK_CHECK(IsSame(embeddings, wanted));
+  JAXSOK_CHECK(error == nullptr && is_restored);
+  JAXSOK_CHECK(IsSame(embeddings.Values(0), wanted));
 }
 #endif
 
@@ -1329,7 +1338,7 @@ int main(int argc, char** argv) {
     for (const int num_threads : {1, 2, 5}) {
       jaxsok::Machine(seed, num_threads).Run(6);
       jaxsok::TestPlan(seed, num_threads);
-      jaxsok::TestCombine(seed, num_threads);
+      jaxsok::TestLookupPlanned(seed, num_threads);
       jaxsok::TestTranspose(seed, num_threads);
       jaxsok::TestRequests(seed, num_threads);
       jaxsok::TestGather(seed, num_threads);

@@ -1,4 +1,4 @@
-"""Doors of the combine noun: rows to embeddings, and bag gradients to row gradients."""
+"""The door of the combine noun: bag gradients to row gradients; lookups combine rows."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,7 @@ from jaxsok.kernels.lookup import bag_operands
 from jaxsok.types import Inverse
 
 Bags = tuple[Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
-"""offsets, weights, features: as in a lookup's `Batch`; a combine has one feature."""
-
-
-def combine(
-    rows: Float32[Array, "num_unique dim"], inverse: Inverse, bags: Bags, num_bags: int, num_tiles: int
-) -> Float32[Array, "num_bags dim"]:
-    """Combines the rows of each bag into its embedding. See `LaunchCombine` in ffi/kernels/combine.h."""
-    operands = {"rows": rows, "inverse": inverse} | bag_operands(bags)
-    results = {"embeddings": result(rows, (num_bags, rows.shape[1]), "float32")}
-    return call("jaxsok_combine", operands, results, num_tiles=num_tiles)["embeddings"]
+"""offsets, weights, features: as in a lookup's `Batch`."""
 
 
 def combine_transpose(

@@ -314,6 +314,25 @@ def test_a_batch_packed_inside_a_program():
     assert collection.export_table(state, "user")["keys"].tolist() == [3, 2**40 + 3, 5]
 
 
+def test_traced_offsets_stay_inside():
+    """A program cannot refuse offsets: they are clamped to the keys and made to rise, and the rest is padding."""
+    collection = programs.one_table(max_keys=12)
+    words = jnp.asarray(programs.words(FLAT))
+
+    @jax.jit
+    def pack(offsets):
+        return collection.batch({"user": jaxsok.Bags(words, offsets=offsets)}).features
+
+    wild = pack(jnp.array([-5, 1, 4, 2, 10**9, 3], jnp.int32))
+    np.testing.assert_array_equal(wild.offsets("user"), [0, 1, 4, 4, 8, 8])
+    late = pack(jnp.array([2, 3, 3, 5], jnp.int32))
+    np.testing.assert_array_equal(late.mask("user"), [False, False, True, True, True] + [False] * 7)
+    for features, bags in ((wild, [[3], [5, 3, 7], [], FLAT[4:], []]), (late, [[3], [], FLAT[3:5]])):
+        embeddings, _, _ = collection.lookup(collection.init(seed=0), features)
+        want = expect([[int(key) for key in bag] for bag in bags], "sum")
+        np.testing.assert_allclose(embeddings["user"], want, **TOLERANCE)
+
+
 def test_several_features_of_one_table_share_their_rows():
     """A key inserted by one feature is found by the next, in the order of the collection's list."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(1.0), capacity=64)

@@ -10,7 +10,9 @@ import strategies
 from hypothesis import given, strategies as st
 
 import jaxsok
-from jaxsok.combine import combine, combine_transpose
+from jaxsok.features import FeatureLayout
+from jaxsok.kernels import combine as combine_door, lookup as lookup_door
+from jaxsok.types import COUNTERS, NO_ROW
 
 BIG_LEAF_BYTES = 64 << 10  # smaller leaves are counters, which XLA may move
 
@@ -124,14 +126,14 @@ def combinations(draw):
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @given(case=combinations(), seed=st.integers(0, 2**31))
 def test_law_4_combine_and_its_transpose(combiner, weighted, case, seed):
-    """<combine(x), y> = <x, combine_transpose(y)>, and combine agrees with the oracle."""
+    """<combine(x), y> = <x, transpose(y)>, and combining agrees with the oracle."""
     inverse, offsets = case
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(NUM_UNIQUE, DIM)).astype(np.float32)
     gradients = rng.normal(size=(NUM_BAGS, DIM)).astype(np.float32)
     weights = rng.uniform(0.5, 2.0, NUM_KEYS).astype(np.float32) if weighted else None
-    embeddings = np.asarray(_combine(combiner)(rows, inverse, offsets, weights), np.float64)
-    row_gradients = np.asarray(_transpose(combiner)(gradients, inverse, offsets, weights), np.float64)
+    both = _combine_and_transpose(combiner, weighted)(rows, gradients, inverse, offsets, weights)
+    embeddings, row_gradients = (np.asarray(array, np.float64) for array in both)
     # Both sides add at most 16 * 3 products of size <= 16 in float32: 48 * 16 * 2^-24 < 1e-4.
     np.testing.assert_allclose(np.vdot(embeddings, gradients), np.vdot(rows, row_gradients), rtol=1e-4, atol=1e-4)
 
@@ -154,16 +156,36 @@ def _free_programs():
 _PROGRAMS = {}
 
 
-def _combine(combiner):
-    if combiner not in _PROGRAMS:
-        _PROGRAMS[combiner] = jax.jit(lambda r, i, o, w: combine(r, i, o, combiner, weights=w))
-    return _PROGRAMS[combiner]
-
-
-def _transpose(combiner):
-    key = combiner, "transpose"
+def _combine_and_transpose(combiner, weighted):
+    """Returns a program of both directions, for one ragged feature."""
+    key = combiner, weighted
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = jax.jit(lambda g, i, o, w: combine_transpose(g, i, o, combiner, NUM_UNIQUE, weights=w))
+        layout = FeatureLayout(
+            name="bags",
+            table=0,
+            combiner=combiner,
+            num_keys=NUM_KEYS,
+            num_bags=NUM_BAGS,
+            hotness=0,
+            embedding_shape=(NUM_BAGS,),
+            num_offsets=NUM_BAGS + 1,
+            weights_start=0 if weighted else -1,
+        )
+        words, tables = np.array([layout.words()], np.int32), programs.one_table(dim=DIM).stores[0].table_words()
+
+        def both(rows, gradients, inverse, offsets, weights):
+            bags = offsets, weights if weighted else jnp.zeros(0, jnp.float32), words
+            is_padding = inverse >= NUM_UNIQUE
+            keys = jnp.where(is_padding[:, None], programs.words(oracle.PADDING_KEY), jnp.uint32(0))
+            row_ids = jnp.where(is_padding, jnp.uint32(NO_ROW), inverse.astype(jnp.uint32))
+            counters, seed = jnp.zeros(len(COUNTERS), jnp.uint32), jnp.zeros(2, jnp.uint32)
+            shapes = [(NUM_BAGS, DIM)]
+            reading = lookup_door.Reading(tables, seed, (keys, *bags), layout.num_tiles, shapes)
+            _, _, (embeddings,) = lookup_door.lookup_planned(counters, reading, row_ids, [rows])
+            row_gradients, _ = combine_door.combine_transpose([gradients], inverse, bags, NUM_UNIQUE, layout.num_tiles)
+            return embeddings, row_gradients
+
+        _PROGRAMS[key] = jax.jit(both)
     return _PROGRAMS[key]
 
 

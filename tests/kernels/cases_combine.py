@@ -1,24 +1,30 @@
-"""Cases of combine and its transpose. See kernel_scripts.py."""
+"""Cases of combine_transpose. See kernel_scripts.py."""
 
 import numpy as np
-from kernel_model import F32, MEAN, SQRTN, SUM, Batch, make_fixed, make_ragged, single
+from kernel_model import BF16, F32, MEAN, SQRTN, SUM, Batch, Feature, make_fixed, make_ragged, single
 from kernel_scripts import DIMS, SIZES, Script, case, cases
 
 
+def transpose_feature(script: Script, feature: Feature, inverse: np.ndarray, num_unique: int) -> None:
+    """Runs combine_transpose of one feature, to float32 and to bfloat16."""
+    for dtype in (F32, BF16):
+        script.transpose(Batch(feature), inverse, num_unique, dtype=dtype)
+
+
 @cases(*DIMS)
-def combine_dims(dim: int) -> Script:
-    """Runs combine and its transpose, with a row of more than 1,024 uses."""
+def transpose_feature_dims(dim: int) -> Script:
+    """Uses one feature, with a row of more than 1,024 uses."""
     number = DIMS.index(dim)
     script = Script(dim=dim, seed=dim)
     inverse = np.where(script.rng.random(1400) < 0.8, 3, script.rng.integers(-2, 23, 1400))
     offsets = np.r_[0, np.sort(script.rng.integers(0, 1400, 63)), 1400]
     weights = script.weights(1400) if number % 2 else None
-    script.combine(make_ragged(np.zeros(1400), 0, 1 + number % 3, offsets, weights), inverse, 20)
+    transpose_feature(script, make_ragged(np.zeros(1400), 0, 1 + number % 3, offsets, weights), inverse, 20)
     return script
 
 
 @cases(*SIZES)
-def combine_sizes(num_keys: int) -> Script:
+def transpose_feature_sizes(num_keys: int) -> Script:
     """Uses as many positions, bags or rows as threads, warps, blocks; indices out of range are padding."""
     number = SIZES.index(num_keys)
     script = Script(dim=(4, 3, 8)[number % 3], seed=num_keys)
@@ -28,34 +34,34 @@ def combine_sizes(num_keys: int) -> Script:
     num_bags = max(1, num_keys // (1 + (number + 1) % 3))
     offsets = np.r_[0, np.sort(script.rng.integers(0, num_keys + 1, num_bags - 1)), num_keys]
     weights = script.weights(num_keys) if number % 2 else None
-    script.combine(make_ragged(np.zeros(num_keys), 0, 1 + number % 3, offsets, weights), inverse, num_unique)
+    transpose_feature(script, make_ragged(np.zeros(num_keys), 0, 1 + number % 3, offsets, weights), inverse, num_unique)
     return script
 
 
 @case()
-def combine_fixed() -> Script:
+def transpose_feature_fixed() -> Script:
     """Uses bags of one size, of 500 keys, weights of sum zero, no bags, no rows."""
     script = Script(dim=8)
 
     def inverse(num):
         return script.rng.integers(-1, 34, num)
 
-    script.combine(make_fixed(np.zeros(1000), 0, MEAN, 500), inverse(1000), 33)
-    script.combine(make_fixed(np.zeros(257), 0, SQRTN, 1, script.weights(257)), inverse(257), 33)
+    transpose_feature(script, make_fixed(np.zeros(1000), 0, MEAN, 500), inverse(1000), 33)
+    transpose_feature(script, make_fixed(np.zeros(257), 0, SQRTN, 1, script.weights(257)), inverse(257), 33)
     zero = np.array([1, -1, 0, 0, 2, 1], F32)
     for combiner in (SUM, MEAN, SQRTN):
-        script.combine(make_ragged(np.zeros(6), 0, combiner, [0, 2, 4, 6], zero), np.arange(6) % 4, 4)
-    script.combine(make_ragged(np.zeros(6), 0, MEAN, [0]), np.arange(6) % 4, 4)
-    script.combine(make_ragged(np.zeros(6), 0, MEAN, [0, 3, 6]), np.arange(6), 0)
+        transpose_feature(script, make_ragged(np.zeros(6), 0, combiner, [0, 2, 4, 6], zero), np.arange(6) % 4, 4)
+    transpose_feature(script, make_ragged(np.zeros(6), 0, MEAN, [0]), np.arange(6) % 4, 4)
+    transpose_feature(script, make_ragged(np.zeros(6), 0, MEAN, [0, 3, 6]), np.arange(6), 0)
     return script
 
 
 @case()
-def combine_odd_offsets() -> Script:
+def transpose_feature_odd_offsets() -> Script:
     """Uses positions in no bag, and offsets out of range."""
     script = Script(dim=8)
-    script.combine(make_ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]), script.rng.integers(-1, 11, 64), 10)
-    script.combine(make_ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]), script.rng.integers(-1, 11, 64), 10)
+    transpose_feature(script, make_ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]), script.rng.integers(-1, 11, 64), 10)
+    transpose_feature(script, make_ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]), script.rng.integers(-1, 11, 64), 10)
     return script
 
 
@@ -173,17 +179,19 @@ def transpose_40_features() -> Script:
 
 
 @cases(4, 33)
-def small_combine(dim: int) -> Script:
-    """Runs combine and its transpose, with a row of 1,100 uses."""
+def small_transpose_feature(dim: int) -> Script:
+    """Uses one feature, with a row of 1,100 uses."""
     script = Script(dim=dim)
     inverse = np.where(script.rng.random(1200) < 0.95, 3, script.rng.integers(-2, 9, 1200))
-    script.combine(make_ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8)
+    transpose_feature(
+        script, make_ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8
+    )
     return script
 
 
 @cases(4, 33)
 def small_transpose(dim: int) -> Script:
-    """Runs combine_transpose of three features, with a row of 1,100 uses."""
+    """Uses three features, with a row of 1,100 uses."""
     script = Script(dim=dim)
     batch = Batch(
         single(np.zeros(600)),

@@ -27,10 +27,8 @@ from kernel_model import (
     SUM_OF_USES,
     U64,
     Batch,
-    Feature,
     Store,
     as_keys,
-    combine,
     home_buckets,
     hyper_of,
     make_ragged,
@@ -384,24 +382,6 @@ class Script:
         want = {"num_nonfinite": nonfinite, "num_stale": stale}
         meaning = {"batch": batch, "before": before, "learning_rate": learning_rate}
         self._add("update", {**inputs, "is_live": is_live}, statics, want, **meaning)
-
-    def combine(self, feature: Feature, inverse: np.ndarray, num_unique: int) -> None:
-        """Runs combine and its transpose of one feature, whose keys are not read."""
-        self._begin()
-        dim = self.store.dim
-        rows = self.normal(num_unique, dim)
-        present = (inverse >= 0) & (inverse < num_unique)
-        values = np.zeros((len(inverse), dim), F32)
-        values[present] = rows[inverse[present]]
-        batch = Batch(feature)
-        operands = {name: array for name, array in batch.operands().items() if name != "keys"}
-        inputs = {**operands, "inverse": inverse.astype(np.int32)}
-        want = {"embeddings": combine(feature, values, present)}
-        statics = {**_features(batch), "num_bags": feature.num_bags}
-        self._add("combine", {**inputs, "rows": rows}, statics, want)
-
-        self.transpose(batch, inverse, num_unique)
-        self.transpose(batch, inverse, num_unique, dtype=BF16)
 
     def transpose(self, batch: Batch, inverse: np.ndarray, num_unique: int, gradients=None, dtype=F32) -> None:
         """Runs combine_transpose of any features; their keys are not read."""

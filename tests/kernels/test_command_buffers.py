@@ -25,8 +25,8 @@ import programs
 import pytest
 
 import jaxsok
-from jaxsok import combine as combine_module, pipeline, policies, strategy, windows
-from jaxsok.kernels import library, table as table_door
+from jaxsok import gradients as gradients_module, pipeline, policies, strategy, windows
+from jaxsok.kernels import combine as combine_door, library, table as table_door
 from jaxsok.kernels.call import StoreArrays
 from jaxsok.plan import Plan
 from jaxsok.serving import frozen, fused, row_map
@@ -172,7 +172,7 @@ def single_cases(abstract):
             "planned step": (programs.train_step(collection), (state, asked)),
             "find": (collection.find, (state, features)),
             "plan": (collection.plan, (features,)),
-            "combine": (combine_both_ways, (abstract(jnp.zeros((8, 4))), abstract(np.zeros(9, np.int32)))),
+            "combine_transpose": (transpose_keys, (abstract(jnp.zeros((9, 4))), abstract(np.zeros(9, np.int32)))),
             "rebuild": (
                 lambda counters, records: table_door.rebuild(counters, records, 1 << 13),
                 (state.stores[0].counters, state.stores[0].records),
@@ -260,11 +260,10 @@ def tier_cases(abstract):
     }
 
 
-def combine_both_ways(rows, inverse):
-    """Computes both directions between rows and bags of three."""
-    offsets = jnp.arange(0, 10, 3, dtype=jnp.int32)
-    bags = combine_module.combine(rows, inverse, offsets, "sum")
-    return combine_module.combine_transpose(bags, inverse, offsets, "sum", 8)
+def transpose_keys(gradients, inverse):
+    """Sums the gradients of single keys into those of 8 rows."""
+    bags, num_tiles = gradients_module.as_features([inverse.shape[0]])
+    return combine_door.combine_transpose([gradients], inverse, bags, 8, num_tiles)
 
 
 def sharded_cases(mesh, abstract):
@@ -348,7 +347,7 @@ SINGLE = ("train step", "bare step", "two lookups", "scan", "find and step", "pl
 SMALL = (
     "find",
     "erase",
-    "combine",
+    "combine_transpose",
     "rebuild",
     "admitting step",
     "assign",

@@ -167,10 +167,6 @@ def _update(s, x, tables, features, optimizer, row_gradient, rounding, num_tiles
     return {"num_nonfinite": num_nonfinite, "num_stale": num_stale}, s
 
 
-def _combine(s, x, features, num_bags, num_tiles):
-    return {"embeddings": combine.combine(x["rows"], x["inverse"], _bags(x, features), num_bags, num_tiles)}, s
-
-
 def _combine_transpose(s, x, features, num_unique, num_tiles, dtype):
     names, bags = ("row_gradients", "num_uses"), _bags(x, features)
     results = combine.combine_transpose(x["gradients"], x["inverse"], bags, num_unique, num_tiles, dtype)
@@ -237,7 +233,6 @@ OPS = {
     "jaxsok_plan": _plan,
     "jaxsok_plan_requests": _plan_requests,
     "jaxsok_plan_uses": _plan_uses,
-    "jaxsok_combine": _combine,
     "jaxsok_combine_transpose": _combine_transpose,
     "jaxsok_lookup": _lookup,
     "jaxsok_lookup_find": _lookup_find,

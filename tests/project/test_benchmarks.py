@@ -921,7 +921,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("W5", records.READ_MODIFY_WRITE, "limit"),
         ("W5", records.PLAN, "jaxsok"),
         ("W1", records.TICKETS, "jaxsok"),
-        ("W5", records.COMBINE, "jaxsok"),
+        ("W5", records.TRANSPOSE, "jaxsok"),
         ("H1", records.FIND, "jaxsok"),
         ("H1", records.FIND_AND_GATHER, "jaxsok"),
         ("H1", records.INSERT_NEW, "jaxsok"),
