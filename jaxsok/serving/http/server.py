@@ -233,16 +233,15 @@ class App:
     async def send(self, response: Response, request: Request, send: Send) -> None:
         """Sends in pieces, each when the client has taken most of those before; cuts off clients that are too slow."""
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        body, in_time = response.body, send
-        if len(body) > _PIECE_BYTES:  # else the limit of the whole is that of a piece
-            in_time = functools.partial(_in_time, send, self.options)
+        body, loop = response.body, asyncio.get_running_loop()
+        until = loop.time() + send_limit_s(len(body), self.options)
         try:
-            async with asyncio.timeout(send_limit_s(len(body), self.options)):
-                await in_time(start)
+            async with asyncio.timeout(self.options.send_timeout_s) as limit:
+                await send(start)
                 for begin in range(0, max(1, len(body)), _PIECE_BYTES):
                     end = begin + _PIECE_BYTES
-                    part = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
-                    await in_time(part)
+                    limit.reschedule(min(until, loop.time() + self.options.send_timeout_s))
+                    await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
         except TimeoutError:
             self.metrics.unread.inc()
             abort = request.scope.get("extensions", {}).get(ABORT)
@@ -452,11 +451,6 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
     """Limits the time to send a response: a client that reads piece by piece would hold its bytes for hours."""
     return options.send_timeout_s + num_bytes / options.min_send_rate
-
-
-async def _in_time(send: Send, options: ServerOptions, message: Any) -> None:
-    async with asyncio.timeout(options.send_timeout_s):
-        await send(message)
 
 
 def _too_large(got: str, most: int) -> str:
