@@ -69,10 +69,9 @@ def bind(host: str, port: int, num_processes: int) -> list[socket.socket]:
     first = running.bind(host, port)  # refuses an address that is taken, which the others would share
     if num_processes == 1:
         return [first]
-    address, family = first.getsockname(), first.family
-    first.close()
-    options: dict[str, Any] = {"family": family, "dualstack_ipv6": family == socket.AF_INET6, "reuse_port": True}
-    return [socket.create_server(address, **options) for _ in range(num_processes)]
+    with first:
+        port = first.getsockname()[1]
+    return [running.bind(host, port, reuse_port=True) for _ in range(num_processes)]
 
 
 def log_to_stderr() -> None:

@@ -25,13 +25,14 @@ MAX_PIPELINED = 16  # requests of a connection that wait for the responses befor
 _UNSENT_BYTES = 1 << 17
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Listens at an address, before anything is loaded; port 0: any that is free. Clients wait until it accepts."""
     if not 0 <= port < 2**16:
         raise ValueError(f"serve: --port: got {port}, wanted 0 to 65535.")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        is_dual = family == socket.AF_INET6
+        return socket.create_server(address, family=family, dualstack_ipv6=is_dual, reuse_port=reuse_port)
     except OSError as error:
         raise OSError(f"serve: got {host}:{port}: {error}; give another --host or --port.") from None
 
