@@ -98,9 +98,13 @@ def open_table(
 def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
     """Checks a chain, or deltas that follow each other; gives its rows."""
     for link in links:
-        _check(link, table, dim)
-    chain, first, last = _Chain(links, table, key_bits), links[0].manifest, links[-1].manifest
-    return TableSource(
+        require_table(link.op, table, link.manifest["tables"], f'"{link.folder}"')
+        got = link.form(table).dim
+        if got != dim:
+            raise ServingError(f'{link.op}: table "{table}": dim: got {got} in "{link.folder}", wanted {dim}.')
+        link.check([table])
+    chain, first, last = _Chain(links, table), links[0].manifest, links[-1].manifest
+    source = TableSource(
         table,
         folder,
         dim,
@@ -113,6 +117,8 @@ def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: 
         unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
         tombstones=chain.gone,
     )
+    where = lambda number: f'"{links[-1].folder}": table "{table}": row {number}'  # noqa: E731
+    return _cut_keys(links[0].op, source, where) if key_bits == 32 else source
 
 
 def is_delta(path: Path) -> bool:
@@ -227,13 +233,6 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
-def _check(link: Source, table: str, dim: int) -> None:
-    """Refuses a folder without the table, with another dim, or damaged."""
-    require_table(link.op, table, link.manifest["tables"], f'"{link.folder}"')
-    got = link.form(table).dim
-    if got != dim:
-        raise ServingError(f'{link.op}: table "{table}": dim: got {got} in "{link.folder}", wanted {dim}.')
-    link.check([table])
 
 
 def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
@@ -248,28 +247,33 @@ def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: Key
             f'{op}: table "{table}": {what}; take the file away, or give a model with a dynamic cache init_ec: '
             "false, so that it is not filled by it."
         ) from error
-    if key_bits == 32:
-        path = folder / "key"
-        raw = files_lib.RawArray(op, path, np.dtype("<i8"), (chunks.num_rows,))
-        at_once = files_lib.CHUNK_BYTES // raw.row_bytes
-        starts = range(0, chunks.num_rows, at_once)
-        files_lib.check_keys(
-            f"{op}: keys cut to 32 bits",
-            chunks.num_rows,
-            lambda: (_cut(raw.read_keys(start, start + at_once), 32) for start in starts),
-            lambda number: f"{path}: byte {raw.byte_of(number)}",
-        )
+    file = files_lib.RawArray(op, folder / "key", np.dtype("<i8"), (chunks.num_rows,))
+    at_once = files_lib.CHUNK_BYTES // file.row_bytes
 
-    def records() -> Iterator[Records]:
-        return (dataclasses.replace(chunk, keys=_cut(chunk.keys, key_bits)) for chunk in chunks)
+    def keys() -> Iterator[np.ndarray]:
+        return (file.read_keys(start, start + at_once) for start in range(0, chunks.num_rows, at_once))
 
-    return TableSource(
-        table, folder, dim, "float32", chunks.num_rows, records, lambda: (chunk.keys.copy() for chunk in records())
-    )
+    source = TableSource(table, folder, dim, "float32", chunks.num_rows, lambda: iter(chunks), keys)
+    where = lambda number: f"{file.path}: byte {file.byte_of(number)}"  # noqa: E731
+    return _cut_keys(op, source, where) if key_bits == 32 else source
 
 
-def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
-    return keys & np.uint64(2**32 - 1) if key_bits == 32 else keys
+def _cut_keys(op: str, source: TableSource, where: Callable[[int], str]) -> TableSource:
+    """Cuts keys to their low 32 bits; refuses rows whose keys are equal then, and names them by `where`."""
+    cut = lambda keys: keys & np.uint64(2**32 - 1)  # noqa: E731
+
+    def chunks() -> Iterator[Records]:
+        return (dataclasses.replace(records, keys=cut(records.keys)) for records in source.chunks())
+
+    def keys() -> Iterator[np.ndarray]:
+        return map(cut, source.keys())
+
+    def tombstones() -> Iterator[np.ndarray]:  # of two keys that are equal now, one may be gone and the other a row
+        gone = cut(np.concatenate([NO_KEYS, *source.tombstones()]))
+        yield np.setdiff1d(gone, np.concatenate([NO_KEYS, *keys()]))
+
+    files_lib.check_keys(f"{op}: keys cut to 32 bits", source.num_rows, keys, where)
+    return dataclasses.replace(source, chunks=chunks, keys=keys, tombstones=tombstones)
 
 
 class _Chain:
@@ -279,9 +283,8 @@ class _Chain:
     Bloom filters, since nothing of them is served.
     """
 
-    def __init__(self, links: Sequence[Source], table: str, key_bits: KeyBits) -> None:
+    def __init__(self, links: Sequence[Source], table: str) -> None:
         self._links, self._table = links, table
-        self._key_bits: KeyBits = key_bits
         dtypes = {link.form(table).dtype for link in links}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds all of them exactly
         self._num_full = int(links[0].manifest["kind"] != "delta")  # of the links, at most the first
@@ -304,13 +307,6 @@ class _Chain:
         self._gone = np.concatenate([NO_KEYS, *(some[mask] for some, mask in zip(gone, are_gone, strict=True))])
         num_rows = [keys.size for keys in self._full_keys()] if self._num_full else []
         self.num_rows = sum(num_rows) + sum(int(np.count_nonzero(are_live)) for are_live in self._are_live)
-        if key_bits == 32:
-            files_lib.check_keys(
-                f"{links[0].op}: keys cut to 32 bits",
-                self.num_rows,
-                self.keys,
-                lambda number: f'"{links[-1].folder}": table "{table}": row {number}',
-            )
 
     def records(self) -> Iterator[Records]:
         dtype = files_lib.ROW_DTYPES[self.dtype]
@@ -322,19 +318,14 @@ class _Chain:
                 if not is_live.all():
                     records = records.take(is_live)
                 if records.num_rows:
-                    keys, rows = _cut(records.keys, self._key_bits), records.rows.astype(dtype, copy=False)
-                    yield dataclasses.replace(records, keys=keys, rows=rows, state={})
+                    yield dataclasses.replace(records, rows=records.rows.astype(dtype, copy=False), state={})
 
     def keys(self) -> Iterator[np.ndarray]:
         of_deltas = (keys[are_live] for keys, are_live in zip(self._keys, self._are_live, strict=True))
-        full = self._full_keys() if self._num_full else iter(())
-        return (_cut(keys, self._key_bits) for keys in itertools.chain(full, of_deltas))
+        return itertools.chain(self._full_keys() if self._num_full else (), of_deltas)
 
     def gone(self) -> Iterator[np.ndarray]:
-        gone = _cut(self._gone, self._key_bits)
-        if self._key_bits == 32:  # of two keys that are equal now, one may be gone and the other a row
-            gone = np.setdiff1d(gone, np.concatenate([NO_KEYS, *self.keys()]))
-        yield gone
+        yield self._gone
 
     def _full_keys(self) -> Iterator[np.ndarray]:
         return (keys[self._stays(keys)] for keys in key_batches(self._links[0].files(self._table)))
