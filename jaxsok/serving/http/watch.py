@@ -6,7 +6,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jaxsok.serving import folders
 from jaxsok.serving.ready import Repeated
@@ -15,13 +15,8 @@ _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
 _Order: TypeAlias = list[tuple[int, str]]
+_Export: TypeAlias = tuple[pathlib.Path, Literal["full", "delta"]]
 _UNFINISHED = re.compile(r"^\.|\.(writing|tmp|partial)$")
-
-
-class _Found(NamedTuple):
-    model: str
-    path: pathlib.Path
-    kind: Literal["full", "delta"]
 
 
 class Watcher(Repeated):
@@ -65,20 +60,20 @@ class Watcher(Repeated):
             except OSError as error:
                 self._refuse(model, self.folder, error)
                 continue
-            fulls = [i for i, found in enumerate(pending) if found.kind == "full"]
-            last = next((i for i in reversed(fulls) if self._apply(pending, i)), None)
+            fulls = [i for i, (_, kind) in enumerate(pending) if kind == "full"]
+            last = next((i for i in reversed(fulls) if self._apply(model, pending, i)), None)
             deltas = range(0 if last is None else last + 1, len(pending))
             num_applied += last is not None
-            num_applied += sum(self._apply(pending, i) for i in deltas if pending[i].kind == "delta")
+            num_applied += sum(self._apply(model, pending, i) for i in deltas if pending[i][1] == "delta")
         return num_applied
 
-    def _find(self, model: str) -> list[_Found]:
+    def _find(self, model: str) -> list[_Export]:
         folder = self.folder / model
         if not folder.is_dir() or _kind_of(folder) is not None:
             if len(self._session.models) > 1:
                 return []
             folder = self.folder
-        made = []
+        pending = []
         for path in sorted(folder.iterdir(), key=_order):
             if path in self._done or _UNFINISHED.search(path.name):
                 continue
@@ -89,37 +84,36 @@ class Watcher(Repeated):
                 continue
             if kind is not None and model in self._last and _order(path) < self._last[model]:
                 _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
-                self._skip(_Found(model, path, kind))
+                self._finish(model, path, "skipped")
             elif kind is not None:
-                made.append(_Found(model, path, kind))
-        return made
+                pending.append((path, kind))
+        return pending
 
-    def _apply(self, pending: Sequence[_Found], number: int) -> bool:
-        found = pending[number]
-        failed_at, _ = self._refused.get(found.path, (-RETRY_S, ""))
+    def _apply(self, model: str, pending: Sequence[_Export], number: int) -> bool:
+        path = pending[number][0]
+        failed_at, _ = self._refused.get(path, (-RETRY_S, ""))
         if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
-        tables, dense = found.path / "tables", found.path / "dense"
+        tables, dense = path / "tables", path / "dense"
         options = {"dense_file": str(dense)} if dense.exists() else {}
         try:
-            version = self._session.update(str(tables if tables.is_dir() else found.path), model=found.model, **options)
+            version = self._session.update(str(tables if tables.is_dir() else path), model=model, **options)
         except Exception as error:
-            self._refuse(found.model, found.path, error)
+            self._refuse(model, path, error)
             return False
-        _log.info("watch: %s: model %s is at version %s", found.path, found.model, version)
-        self._done.add(found.path)
-        self._last[found.model] = _order(found.path)
-        self._observe(found.model, "applied")
-        for before in pending[:number]:
-            if before.path not in self._done:
-                self._skip(before)
+        _log.info("watch: %s: model %s is at version %s", path, model, version)
+        self._last[model] = _order(path)
+        self._finish(model, path, "applied")
+        for before, _ in pending[:number]:
+            if before not in self._done:
+                self._finish(model, before, "skipped")
         # Those that were refused may fit now.
         self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
         return True
 
-    def _skip(self, found: _Found) -> None:
-        self._done.add(found.path)
-        self._observe(found.model, "skipped")
+    def _finish(self, model: str, path: pathlib.Path, result: str) -> None:
+        self._done.add(path)
+        self._observe(model, result)
 
     def _refuse(self, model: str, path: pathlib.Path, error: Exception) -> None:
         _, reason = self._refused.get(path, (0.0, ""))
