@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
-from jaxsok.serving.config.keys import BLOCK, HPS_NAME, REQUIRED, SECRETS, WRONG, Keys, Kind
+from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, WRONG, Keys, Kind
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
 from jaxsok.serving.errors import ConfigError
 
@@ -291,8 +291,6 @@ class _Reader:
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
         values = self.block(path, given, values_lib.MODEL_KEYS)
-        if not HPS_NAME.fullmatch(values["model"]):
-            self.refuse(f"{path}.model", values["model"], "1 to 120 letters, digits, _ and -")
         values["tables"] = self.tables(path, values)
         self.refuse_remote(f"{path}.dense_file", values["dense_file"])
         interval = values["refresh_interval"]
@@ -404,28 +402,25 @@ def _freeze(value: Any) -> Any:
 
 def _json_of(config: Config) -> dict[str, Any]:
     fused = {} if config.fuse_embedding_table is None else {"fuse_embedding_table": config.fuse_embedding_table}
-    models = [_json_of_model(model) for model in config.models]
+    models = []
+    for model in config.models:
+        lists = {key: [getattr(table, field) for table in model.tables] for key, field in values_lib.PER_TABLE.items()}
+        models.append({**_keys_of(model), **lists})
     found: dict[str, Any] = {"supportlonglong": config.supportlonglong, **fused, "models": models}
-    if config.volatile_db != Config.volatile_db:
-        found["volatile_db"] = {"type": config.volatile_db.type, **_keys_of(config.volatile_db)}
-        if config.volatile_db.type == "redis_cluster":  # its default depends on the machine
-            found["volatile_db"]["num_partitions"] = config.volatile_db.num_partitions
-    if config.persistent_db != PersistentDb():
-        found["persistent_db"] = {**_keys_of(config.persistent_db), "path": config.persistent_db.path}
-    if config.update_source != UpdateSource():
-        found["update_source"] = _keys_of(config.update_source)
+    # Defaults that depend on the machine are written out.
+    partitions = ("num_partitions",) if config.volatile_db.type == "redis_cluster" else ()
+    for name, always in (("volatile_db", ("type", *partitions)), ("persistent_db", ("path",)), ("update_source", ())):
+        value = getattr(config, name)
+        if value != getattr(Config, name):
+            found[name] = _keys_of(value, always)
     return found
 
 
-def _json_of_model(model: ModelConfig) -> dict[str, Any]:
-    lists = {name: [getattr(table, field) for table in model.tables] for name, field in values_lib.PER_TABLE.items()}
-    return {"model": model.model, **lists, **_keys_of(model)}
-
-
-def _keys_of(value: Any) -> dict[str, Any]:
-    """Gives the keys of a block that differ from their defaults, with those of its block `jaxsok`."""
+def _keys_of(value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
+    """Gives the keys of a block that differ from their defaults, and some `always`, with those of its block `jaxsok`."""
     blocks: dict[str, dict[str, Any]] = {"": {}, "jaxsok": {}}
     for field in dataclasses.fields(value):
-        if "key" in field.metadata and getattr(value, field.name) != field.metadata["key"].default:
-            blocks[field.metadata["block"]][field.name] = getattr(value, field.name)
+        key, given = field.metadata.get("key"), getattr(value, field.name)
+        if key is not None and (given != key.default or field.name in always):
+            blocks[field.metadata["block"]][field.name] = given
     return {**blocks[""], **({"jaxsok": blocks["jaxsok"]} if blocks["jaxsok"] else {})}

@@ -78,7 +78,10 @@ BOOL = instance(bool, "true or false")
 TEXT = instance(str, "a string")
 TEXTS = list_of(TEXT, "a list of strings")
 SOME_TEXT = Kind("a string that is not empty", lambda value: value if isinstance(value, str) and value else WRONG)
-NAME = instance(str, "a name")
+NAME = Kind(
+    "1 to 120 letters, digits, _ and -",
+    lambda value: value if isinstance(value, str) and HPS_NAME.fullmatch(value) else WRONG,
+)
 BLOCK = instance(Mapping, "an object")
 FILE = Kind("a path", lambda value: _parse_path(value) or WRONG)
 OPTIONAL_FILE = Kind("a path", _parse_path)
