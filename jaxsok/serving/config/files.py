@@ -417,7 +417,7 @@ def _json_of(config: Config) -> dict[str, Any]:
 
 
 def _keys_of(value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
-    """Gives the keys of a block that differ from their defaults, or are in `always`, and those of its block `jaxsok`."""
+    """Gives the keys of a block that differ from their defaults or are in `always`, and those of the block `jaxsok`."""
     blocks: dict[str, dict[str, Any]] = {"": {}, "jaxsok": {}}
     for field in dataclasses.fields(value):
         key, given = field.metadata.get("key"), getattr(value, field.name)
