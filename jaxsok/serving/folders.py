@@ -233,8 +233,6 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
     ]
 
 
-
-
 def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
     meta = folder / "meta"
     try:
