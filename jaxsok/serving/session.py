@@ -191,7 +191,8 @@ class Session:
 
     def refresh(self, model: str | None = None) -> None:
         """Reads the rows of a device's cache again from the tier below; does nothing without a cache."""
-        self._find("refresh", model).reader.refresh()
+        for reader in self._find("refresh", model).readers:
+            reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
         """Returns the counts of a model; `model` may be None if there is one.
@@ -226,10 +227,10 @@ class Session:
         self._is_closed = True
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for worker in (*self._followers.values(), *(served.reader for served in models.values())):
+        workers = [*self._followers.values(), *(reader for served in models.values() for reader in served.readers)]
+        for worker in workers:
             worker.stop()  # stop all before waiting for any
-        have_ended = [follower.close(until) for follower in self._followers.values()]
-        have_ended += [served.reader.close(until) for served in models.values()]
+        have_ended = [worker.close(until) for worker in workers]
         databases, self._databases = self._databases, (None, None)
         for database in filter(None, databases):
             database.close()

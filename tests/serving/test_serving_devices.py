@@ -88,9 +88,9 @@ def test_where_the_rows_are(trained, kind):
         parts = served.versions.current.parts
         if kind == "caches":
             stats = session.stats()
-            for reader in served.reader.caches:
+            for reader in served.readers:
                 assert 0 < reader.cache.num_rows["user"] <= 64
-            assert stats["distinct"] == sum(reader.cache.stats().distinct for reader in served.reader.caches) > 0
+            assert stats["distinct"] == sum(reader.cache.stats().distinct for reader in served.readers) > 0
             user = stats["tables"]["user"]
             assert user["hits"] + user["misses"] == user["distinct"] > 0
             return

@@ -186,15 +186,15 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                 first = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 if tier == "cache":
-                    served.reader.cache.drain()
+                    served.readers[0].cache.drain()
                 again = session.lookup(keys)
                 assert COMPILATIONS.since(start) == 0
                 for name in names:
                     np.testing.assert_array_equal(first[name], expect(content[name], keys[name], 0.0, DIMS[name]))
                     assert first[name].tobytes() == again[name].tobytes()
         if tier == "cache":
-            assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
-            assert {(256, size) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
+            assert {(size, 256) for size in (256, 1024, 2048)} <= served.readers[0].cache.stores.compiled.query_sizes
+            assert {(256, size) for size in (256, 1024, 2048)} <= served.readers[0].cache.stores.compiled.query_sizes
 
 
 def test_models_with_a_batch_of_its_own(tmp_path):
@@ -219,11 +219,13 @@ def test_warm_up_compiles_the_dense_model_over_a_cache(tmp_path):
     options = {"dense_file": dense, "max_batch_size": 32, "per_sample": 2, **TIERS["cache"]}
     with open(config_of(model_of(folders_of(tmp_path, content), **options))) as session:
         served = session._models["dlrm"]
-        compiled = {id(served.reader.ready): len(served.reader.ready._made[None, served.versions.current.served])}
+        compiled = {
+            id(served.readers[0].ready): len(served.readers[0].ready._made[None, served.versions.current.served])
+        }
         session.predict(request(32, 1))
         session.predict(request(9, 1))
         assert compiled == {
-            id(served.reader.ready): len(served.reader.ready._made[None, served.versions.current.served])
+            id(served.readers[0].ready): len(served.readers[0].ready._made[None, served.versions.current.served])
         }
         assert session.stats()["lookups"] == 0 and session.stats()["cache"]["lookups"] == 2
 
@@ -268,14 +270,14 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         for size in (7, 50):
             session.predict(request(size, 2))
         served = session._models["dlrm"]
-        made, are_held = other_sizes(served.reader.ready, monkeypatch), []
-        compile_one = served.reader.ready._compile
+        made, are_held = other_sizes(served.readers[0].ready, monkeypatch), []
+        compile_one = served.readers[0].ready._compile
 
         def note_program(where, program):
             are_held.append(served.versions._memory.lock.locked())
             compile_one(where, program)
 
-        monkeypatch.setattr(served.reader.ready, "_compile", note_program)
+        monkeypatch.setattr(served.readers[0].ready, "_compile", note_program)
         folders_of(tmp_path / "1", content_of(1, 33))
         source = {name: tmp_path / "1" / name for name in DIMS}
         assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
@@ -320,16 +322,16 @@ def test_dense_models_that_went_are_freed(tmp_path, tier):
         session.predict(request(3, 1))
         served, refused = session._models["dlrm"], []
         first = weakref.ref(served.versions.current.served)
-        real = served.reader.ready._compile
+        real = served.readers[0].ready._compile
 
         def refuse(where, program):
             refused.append(weakref.ref(where[1]))
             raise MemoryError("injected")
 
-        served.reader.ready._compile = refuse
+        served.readers[0].ready._compile = refuse
         with contextlib.suppress(MemoryError):  # `pytest.raises` would keep the refused model.
             session.update(None, dense_file=dense[1])
-        served.reader.ready._compile = real
+        served.readers[0].ready._compile = real
         gc.collect()
         assert [reference() for reference in refused] == [None] and first() is not None
         session.update(None, dense_file=dense[1])
@@ -428,7 +430,7 @@ def test_closing_waits_no_longer_than_it_may(tmp_path):
 
     threads = []
     for name, served in session._models.items():
-        threads.append(served.reader.cache.stores.compiled.background)
+        threads.append(served.readers[0].cache.stores.compiled.background)
         threads[-1].offer("now", functools.partial(compile_one, name))
         threads[-1].offer("later", functools.partial(begun.append, "later"))
     wait_until(lambda: len(begun) == 2)

@@ -401,7 +401,7 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, tier, 
             if name == "index":
                 patch.setattr(versions.RowMap, "next_index", failing(versions.RowMap.next_index))
             elif name == "prepare":
-                model = session._models["dlrm"].reader
+                model = session._models["dlrm"].readers[0]
                 patch.setattr(model, "prepare", failing(model.prepare))
             else:
                 module = versions.frozen if in_place and name == "write_lines" else store_plans

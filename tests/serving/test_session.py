@@ -350,7 +350,7 @@ def test_a_cache_that_does_not_wait(folders):
     with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
         keys = {"user": np.arange(10)}
         check(session.lookup(keys), keys, {"user": {}})
-        session._models["dlrm"].reader.cache.drain()
+        session._models["dlrm"].readers[0].cache.drain()
         check(session.lookup(keys), keys)
         with pytest.raises(RequestTooLargeError):
             session.lookup({"user": np.zeros(513, int)})
@@ -362,7 +362,7 @@ def test_a_cache_is_filled_and_refreshed_by_the_clock(folders):
         keys = {"user": np.arange(10)}
         check(session.lookup(keys), keys)
         wait_until(lambda: session.stats()["cache"]["refreshed"] > 0)
-        clock = session._models["dlrm"].reader.clock
+        clock = session._models["dlrm"].readers[0].clock
     assert not clock.is_alive()
 
 
@@ -635,7 +635,7 @@ def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(fold
     ]
     model = model_of(folders, defaults=DEFAULTS, dense_file=paths[0], **CACHED)
     with open(config_of(model), warm_up=False) as session:
-        cache, keys = session._models["dlrm"].reader.cache, np.arange(30, 36)
+        cache, keys = session._models["dlrm"].readers[0].cache, np.arange(30, 36)
         lookup_tables, asked = cache.lookup_tables, []
 
         def updated_first(found):
@@ -657,7 +657,7 @@ def test_versions_that_went_are_not_held(folders, tmp_path):
         for number in range(2):
             session.update({"user": write(tmp_path / str(number), rows_of(range(40), 4, version=number + 1))})
             session.lookup({"user": np.arange(3)})
-        session._models["dlrm"].reader.cache.drain()
+        session._models["dlrm"].readers[0].cache.drain()
         gc.collect()
         assert first() is None
 
@@ -694,11 +694,11 @@ def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, ca
             asked.release()
             raise ServingError("the disk is gone") if len(caplog.records) else OSError("the disk is gone")
 
-        monkeypatch.setattr(served.reader.cache, "refresh", fails)
+        monkeypatch.setattr(served.readers[0].cache, "refresh", fails)
         for _ in range(3):
             assert asked.acquire(timeout=30)
-        assert served.reader.clock.is_alive() and "the disk is gone" in caplog.text
-    assert not served.reader.clock.is_alive()
+        assert served.readers[0].clock.is_alive() and "the disk is gone" in caplog.text
+    assert not served.readers[0].clock.is_alive()
 
 
 def asked_of(rng, number):
@@ -756,7 +756,7 @@ def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_
         for number in range(1, 10):
             asked = asked_of(rng, number)
             (session.predict if "bag" in asked else session.lookup)(asked)
-            session._models["dlrm"].reader.cache.drain()
+            session._models["dlrm"].readers[0].cache.drain()
             for name, keys in read_of(asked).items():
                 distinct = set(keys) - {2**64 - 1}
                 misses = distinct - cached[name]
@@ -800,7 +800,7 @@ def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
     hot["item"] = np.arange(1000)[::-1]
     options = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:
-        for name, keys in session._models["dlrm"].reader.cache.cached_keys().items():
+        for name, keys in session._models["dlrm"].readers[0].cache.cached_keys().items():
             assert set(keys.tolist()) == set(np.flatnonzero(hot[name] >= 700).tolist())
 
 
@@ -835,7 +835,7 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
     tables = {"user": (write(tmp_path / "user", content), 4)}
     options = {"gpucacheper": 0.5, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:
-        cached = session._models["dlrm"].reader.cache.cached_keys()["user"]
+        cached = session._models["dlrm"].readers[0].cache.cached_keys()["user"]
         assert len(cached) > 300
         if is_known:
             assert (cached >= 900).mean() > 0.9

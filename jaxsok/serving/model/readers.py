@@ -1,7 +1,6 @@
 """The readers of a model's rows: all on a device, or some in its cache over host memory."""
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -79,7 +78,6 @@ class _Programs(abc.ABC):
     """A reader's programs, which are compiled for each version before it is read."""
 
     is_warmed_up = False
-    caches: "Sequence[CachedRows]" = ()
 
     def __init__(self, config: ModelConfig) -> None:
         self._config, self._is_fused = config, config.is_fused
@@ -251,7 +249,7 @@ class CachedRows(_Programs):
     def __init__(self, config: ModelConfig, versions: AnyVersions, device: Any) -> None:
         super().__init__(config)
         self._versions = versions
-        self.caches, self.num_warm_ups = (self,), 0
+        self.num_warm_ups = 0
         self.clock = Repeated("jaxsok-refresh", self._refresh_by_the_clock, config.refresh_delay)
         self.cache = cache_lib.DeviceCache(
             versions.current.rows(),
@@ -346,68 +344,8 @@ class CachedRows(_Programs):
         return self.cache.close(rest_s(until)) and has_ended
 
 
-def _call_all(name: str) -> Callable[..., None]:
-    """Makes a method that calls the method of this name of all readers."""
-
-    def call(self: "Replicas", *arguments: Any, **options: Any) -> None:
-        for reader in self._readers:
-            getattr(reader, name)(*arguments, **options)
-
-    return call
-
-
-class Replicas:
-    """Reads from the device with the fewest requests; each has all rows, or a cache of them.
-
-    A version is published to one cache after the other, so for that moment requests get answers of both; each is whole.
-    """
-
-    def __init__(self, readers: Sequence[DeviceRows] | Sequence[CachedRows]) -> None:
-        self._readers = readers
-        self._lock = threading.Lock()
-        # Under `_lock`: the requests of each reader that have begun, and whose turn it is among equals.
-        self._running, self._turn = [0] * len(readers), 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(reader.num_bytes for reader in self._readers)
-
-    @property
-    def caches(self) -> Sequence[CachedRows]:
-        return [cache for reader in self._readers for cache in reader.caches]
-
-    @contextlib.contextmanager
-    def _least_busy(self) -> Iterator[Any]:
-        count = len(self._readers)
-        with self._lock:
-            self._turn = number = min(
-                ((self._turn + step) % count for step in range(1, count + 1)), key=self._running.__getitem__
-            )
-            self._running[number] += 1
-        try:
-            yield self._readers[number]
-        finally:
-            with self._lock:
-                self._running[number] -= 1
-
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        with self._least_busy() as reader:
-            return reader.lookup(keys)
-
-    def predict(self, read: ReadInputs) -> Found:
-        with self._least_busy() as reader:
-            return reader.predict(read)
-
-    prepare, settle, start, publish, refresh, stop = map(
-        _call_all, ("prepare", "settle", "start", "publish", "refresh", "stop")
-    )
-
-    def close(self, until: float | None) -> bool:
-        return all([reader.close(until) for reader in self._readers])
-
-
 # Each reads the rows of a model's tables, from many threads; each result is of one version, whole.
-RowReader: TypeAlias = DeviceRows | CachedRows | Replicas
+RowReader: TypeAlias = DeviceRows | CachedRows
 
 
 def add_cache_stats(stats: dict[str, Any], readers: Sequence[CachedRows]) -> None:

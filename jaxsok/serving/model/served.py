@@ -1,12 +1,13 @@
 """A model of a session, wherever its rows are read."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from jaxsok.serving.model.readers import (
     DeviceRows,
     Found,
     PredictRequest,
-    Replicas,
     RowReader,
     add_cache_stats,
     keys_in,
@@ -70,27 +70,44 @@ class Model:
 class Served:
     """A model of a session: checks and counts requests, answers each from one version, and makes the next version.
 
-    Many threads call it. It starts and owns `reader`, which reads the rows that lie, or are cached, on `devices`.
+    Many threads call it. It starts and owns `readers`, which read the rows that lie, or are cached, on `devices`.
+    A request goes to the reader with the fewest requests. A version is published to one cache after the other, so for
+    that moment requests get answers of both; each is whole.
     """
 
     def __init__(
-        self, config: ModelConfig, versions: AnyVersions, devices: Sequence[Any], reader: RowReader, *, warm_up: bool
+        self,
+        config: ModelConfig,
+        versions: AnyVersions,
+        devices: Sequence[Any],
+        readers: Sequence[RowReader],
+        *,
+        warm_up: bool,
     ) -> None:
-        self.config, self.versions, self.devices, self.reader = config, versions, devices, reader
+        self.config, self.versions, self.devices, self.readers = config, versions, devices, readers
         self.names = tuple(versions.current.tables.tables)
         self._max_keys = config.max_keys  # each access of it computes all of them
         self.workers = _Workers(config.num_of_worker_buffer_in_pool * len(devices))
         self.counts = _Counts(self.names)
+        self._lock = threading.Lock()
+        # Under `_lock`: the requests of each reader that have begun, and whose turn it is among equals.
+        self._running, self._turn = [0] * len(readers), 0
         try:
-            reader.start(warm_up=warm_up)
+            for reader in readers:
+                reader.start(warm_up=warm_up)
         except BaseException:
-            reader.close(None)
+            for reader in readers:
+                reader.close(None)
             raise
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(reader.num_bytes for reader in self.readers)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of each device's memory, with those of a version that is not served yet."""
-        each = -(-self.reader.num_bytes // len(self.devices))
+        each = -(-self.num_bytes // len(self.devices))
         return each + (self.versions.held_bytes if self.config.tier == "device" else 0)
 
     def describe(self) -> Model:
@@ -109,16 +126,30 @@ class Served:
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
         arrays = self._read_keys(keys)
-        return self._answer("lookups", lambda: self.reader.lookup(arrays))
+        return self._answer("lookups", lambda reader: reader.lookup(arrays))
 
     def predict(self, inputs: Any) -> Answer:
-        return self._answer("predicts", lambda: self.reader.predict(functools.partial(self._read_inputs, inputs)))
+        return self._answer("predicts", lambda reader: reader.predict(functools.partial(self._read_inputs, inputs)))
 
-    def _answer(self, done: str, read: Callable[[], Found]) -> Answer:
-        with self.workers:
-            values, version, (names, lines) = read()
+    def _answer(self, done: str, read: Callable[[RowReader], Found]) -> Answer:
+        is_one = len(self.readers) == 1
+        with self.workers, contextlib.nullcontext(self.readers[0]) if is_one else self._least_busy() as reader:
+            values, version, (names, lines) = read(reader)
         self.counts.add(done, names, lines)
         return Answer(values, version=version)
+
+    @contextlib.contextmanager
+    def _least_busy(self) -> Iterator[RowReader]:
+        count = len(self.readers)
+        with self._lock:
+            turns = ((self._turn + step) % count for step in range(1, count + 1))
+            self._turn = number = min(turns, key=self._running.__getitem__)
+            self._running[number] += 1
+        try:
+            yield self.readers[number]
+        finally:
+            with self._lock:
+                self._running[number] -= 1
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         op = "lookup"
@@ -184,7 +215,7 @@ class Served:
         if dense_file is not None:
             tables = self.versions.current.tables.tables
             dense_model = load_dense_model("update", self.config, dense_file, tables, self.devices[0]), str(dense_file)
-        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, reader=self.reader)
+        version = self.versions.update(source, in_place=in_place, dense_model=dense_model, readers=self.readers)
         self.counts.add("updates")
         return version.number
 
@@ -198,17 +229,18 @@ class Served:
             "dense_file": version.dense_file,
             **stats,
             "in_place_updates": self.versions.num_in_place,
-            "bytes": self.reader.num_bytes,
+            "bytes": self.num_bytes,
             "host_bytes": self.versions.host_bytes,
         }
-        if self.reader.caches:
-            add_cache_stats(stats, self.reader.caches)
+        caches = [reader for reader in self.readers if isinstance(reader, CachedRows)]
+        if caches:
+            add_cache_stats(stats, caches)
         return stats
 
     def report(self) -> list[str]:
         version = self.versions.current
         lines = [
-            f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on '
+            f'model "{self.config.model}", version {version.number}: {self.num_bytes:,} bytes on '
             f"{' and '.join(map(str, self.devices))}, {self.versions.host_bytes:,} bytes of host memory and"
         ]
         for name, table in version.tables.tables.items():
@@ -339,8 +371,7 @@ def open_model(
         parts = range(len(versions.current.parts))
         together = [parts] if config.is_split else [[part] for part in parts]
         readers = [DeviceRows(config, versions, numbers) for numbers in together]
-    reader = readers[0] if len(readers) == 1 else Replicas(readers)
-    served = Served(config, versions, device.devices, reader, warm_up=warm_up)
+    served = Served(config, versions, device.devices, readers, warm_up=warm_up)
     for part in versions.current.own_parts:
         for of_store in part.maps:
             of_store.frequencies = None  # only the first filling of a cache needs them

@@ -78,13 +78,15 @@ class StoredVersions(AnyVersions):
                 "only volatile_db has can be lost; open it without read_only."
             )
 
-    def _update(self, old: Any, new: Any, changes: Sequence[Change], in_place: InPlace, reader: Any) -> None:
+    def _update(self, old: Any, new: Any, changes: Sequence[Change], in_place: InPlace, readers: Sequence[Any]) -> None:
         """Writes rows into the databases; if one fails, some are written."""
         replaced = frozenset(change.table.name for change in changes if change.gone is None)
         new = dataclasses.replace(new, replaced=replaced)
-        reader.prepare(old, new)
+        for reader in readers:
+            reader.prepare(old, new)
         changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
-        reader.publish(new, changed)
+        for reader in readers:
+            reader.publish(new, changed)
         self.current = new
         self.num_in_place += bool(changed)
 

@@ -177,26 +177,29 @@ class AnyVersions(abc.ABC):
         self._updating = threading.Lock()  # held by one update at a time: it alone sets `current`
 
     def update(
-        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, reader: Any
+        self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, readers: Sequence[Any]
     ) -> Version:
-        """Makes the next version, with another dense model and its file if given; a `RowReader` serves it."""
+        """Makes the next version, with another dense model and its file if given; `RowReader`s serve it."""
         self._check(source, in_place)
         with self._updating, SHORT_TURNS:
             try:
                 old = self.current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
                 changes = [Change.of(old.tables.tables[name], found) for name, found in opened.items()]
-                self._update(old, old.make_next(opened, dense_model), changes, in_place, reader)
+                self._update(old, old.make_next(opened, dense_model), changes, in_place, readers)
                 return self.current
             finally:
-                reader.settle(self.current)
+                for reader in readers:
+                    reader.settle(self.current)
 
     @abc.abstractmethod
     def _check(self, source: Source | None, in_place: InPlace) -> None:
         """Refuses updates that these versions do not take."""
 
     @abc.abstractmethod
-    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Any) -> None:
+    def _update(
+        self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, readers: Sequence[Any]
+    ) -> None:
         """Changes rows, and sets `current`; `new` still has the rows of `old`."""
 
 
@@ -250,7 +253,9 @@ class Versions(AnyVersions):
                 'memory (uvm), wanted True or "auto"; such rows are changed where they lie.'
             )
 
-    def _update(self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, reader: Any) -> None:
+    def _update(
+        self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, readers: Sequence[Any]
+    ) -> None:
         with self._memory.lock:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._plan(old, changes, in_place)
             writes, parts = list[_Write](), list[Part]()
@@ -270,7 +275,8 @@ class Versions(AnyVersions):
             new = dataclasses.replace(new, parts=tuple(parts))
             self.held_bytes = _most_bytes(old.own_parts, plans, is_in_place)
         try:
-            reader.prepare(old, new)
+            for reader in readers:
+                reader.prepare(old, new)
             if is_in_place:
                 for write in writes:
                     frozen.ready_to_write(new.parts[write.part].tables.stores[write.store], len(write.row_ids))
@@ -282,7 +288,8 @@ class Versions(AnyVersions):
                 self.num_in_place += 1
             else:
                 changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
-                reader.publish(new, changed)  # caches read what has changed, and are never over several parts
+                for reader in readers:  # caches read what has changed, and are never over several parts
+                    reader.publish(new, changed)
                 self.current = new
         finally:
             self.held_bytes = 0
