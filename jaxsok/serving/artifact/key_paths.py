@@ -75,11 +75,12 @@ class _Walk:
             jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
             if jaxpr is not None and len(jaxpr.invars) == len(eqn.invars):
                 return self.run(jaxpr, labels, consts)
-        has_inner = any(True for _ in _inner(eqn))  # loops, branches, and what is not known here
-        if has_inner or name not in _LOOKUPS:
+        inner = list(_inner(eqn))  # of loops, branches, and what is not known here
+        if inner or name not in _LOOKUPS:
             self.unknown.update(*(label for label in labels if isinstance(label, Rows)))
-        if has_inner:
-            self.unknown.update(_find_marks(eqn))
+        for jaxpr in inner:
+            self.run(jaxpr, [None] * len(jaxpr.invars))
+        if inner:
             return nothing
         labels = [None if isinstance(label, Rows) else label for label in labels]
         if name == "name" and eqn.params["name"].startswith(_MARK):
@@ -157,12 +158,3 @@ def _inner(eqn: Any) -> Iterator[Any]:
             inner = getattr(part, "jaxpr", part)
             if hasattr(inner, "eqns"):
                 yield inner
-
-
-def _find_marks(eqn: Any) -> Iterator[str]:
-    """Yields the tables that are looked up within an operation."""
-    for jaxpr in _inner(eqn):
-        for inside in jaxpr.eqns:
-            if inside.primitive.name == "name" and inside.params["name"].startswith(_MARK):
-                yield inside.params["name"].removeprefix(_MARK)
-            yield from _find_marks(inside)
