@@ -181,10 +181,8 @@ class RowMap:
     def _require_room(self, table: int, keys: np.ndarray) -> None:
         if len(keys) <= self.num_free:
             return
-        without = keys[(self.find(table, keys) == types.NO_ROW) & (keys != np.uint64(types.PADDING_KEY))]
-        num_new = len(without)
-        if num_new > self.num_free:  # some may be equal
-            num_new = len(np.unique(without))
+        is_new = (self.find(table, keys) == types.NO_ROW) & (keys != np.uint64(types.PADDING_KEY))
+        num_new = len(np.unique(keys[is_new]))
         if num_new > self.num_free:
             raise ValueError(
                 f"RowMap: keys: got {num_new} that have no row, wanted at most {self.num_free}, the rows that are free "
