@@ -139,7 +139,7 @@ class DeviceRows(_Programs):
         super().__init__(config)
         self._versions, self._parts = versions, parts
         tables = self._tables_of(versions.current)
-        self._asked: dict[tuple[str, ...], tuple[tuple[str, ...], Asked]] = {}  # for the tables of requests
+        self._ask = functools.lru_cache(_MOST_ASKED)(self._ask)
         self._spec = tables[0].spec
         devices = [next(iter(jax.tree.leaves(mine)[0].devices())) for mine in tables]
         self._reader = Reader(devices)
@@ -178,7 +178,7 @@ class DeviceRows(_Programs):
     def _look_up(
         self, stores: Stores, given: tuple[str, ...], keys: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, np.ndarray], Counts]:
-        names, asked = self._asked.get(given) or self._ask(given)
+        names, asked = self._ask(given)
         mine = [keys[name] for name in names]
         rows, counts = self._reader.lookup(stores, asked, mine)
         values = dict(zip(names, rows, strict=True))
@@ -187,13 +187,12 @@ class DeviceRows(_Programs):
         return values, (names, _count_keys([array.size for array in mine], counts[:, _HITS_AND_MISSING]))
 
     def _ask(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], Asked]:
+        """Describes the tables of a request, as the reader takes them."""
         places, stores = self._spec.places, self._spec.stores
         names = tuple(sorted(given, key=places.__getitem__))
-        asked = Asked([places[name] for name in names], [store[0].dim for store in stores], list(map(len, stores)))
-        if len(self._asked) >= _MOST_ASKED:
-            self._asked.clear()
-        self._asked[given] = names, asked
-        return names, asked
+        return names, Asked(
+            [places[name] for name in names], [store[0].dim for store in stores], list(map(len, stores))
+        )
 
     def predict(self, read: ReadInputs) -> Found:
         while True:
