@@ -5,7 +5,6 @@ failed, a lookup that misses may read both new and old rows; cached rows change 
 repairs an update that failed.
 """
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok.serving.backing import RowSource
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.databases import Connected, DatabaseRows
 from jaxsok.serving.errors import ServingError
@@ -23,22 +21,6 @@ from jaxsok.serving.model.store_plans import Change, Part
 from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Version
 from jaxsok.serving.padding import NO_KEYS
 from jaxsok.types import PADDING_KEY
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredVersion(Version):
-    """A version whose `tables` have no arrays: the rows are in databases."""
-
-    stored: Any = None  # DatabaseRows
-
-    @functools.cached_property
-    def num_rows(self) -> dict[str, int]:
-        return {name: self.stored.num_rows(name) for name in self.tables.tables}
-
-    def rows(self) -> RowSource:
-        rows = copy.copy(self.stored)
-        rows.version, rows.served = self.number, self.served
-        return rows
 
 
 class StoredVersions(AnyVersions):
@@ -62,7 +44,7 @@ class StoredVersions(AnyVersions):
         _fill(given, volatile, persistent, config.volatile_db.initial_cache_rate)
         stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
         no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
-        self.current = StoredVersion.first(model, given, served, [no_arrays], stored=stored)
+        self.current = dataclasses.replace(Version.first(model, given, served, [no_arrays]), stored=stored)
         if len(there) > sum(rows is not None for rows in (volatile, persistent)):  # a database may have other rows
             self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids))
 

@@ -7,13 +7,14 @@ everything first, a reader sees all tables of one version, and after a failure t
 
 import abc
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -45,6 +46,7 @@ class Version:
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
+    stored: Any = None  # `DatabaseRows`, where the rows lie in databases: then `tables` have no arrays
     replaced: frozenset[str] = frozenset()  # tables that this version has replaced whole in a database
 
     @property
@@ -59,8 +61,8 @@ class Version:
 
     @classmethod
     def first(
-        cls, config: ModelConfig, given: Sequence[folders.Frozen], served: Any, parts: Sequence[Part], **more: Any
-    ) -> Self:
+        cls, config: ModelConfig, given: Sequence[folders.Frozen], served: Any, parts: Sequence[Part]
+    ) -> "Version":
         """Makes the first version, of the files of a configuration."""
         return cls(
             number=1,
@@ -71,10 +73,9 @@ class Version:
             unknowns={table.name: source.unknown for table, source in given},
             served=served,
             dense_file=str(config.dense_file or ""),
-            **more,
         )
 
-    def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> Self:
+    def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> "Version":
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
         served, dense_file = dense_model or (self.served, self.dense_file)
         return dataclasses.replace(
@@ -87,7 +88,12 @@ class Version:
         )
 
     def rows(self) -> backing.RowSource:
-        return backing.HostRows(self.tables, self.parts[0].maps, version=self.number, served=self.served)
+        """Returns the tier below a cache, with the rows and the dense model of this version."""
+        if self.stored is None:
+            return backing.HostRows(self.tables, self.parts[0].maps, version=self.number, served=self.served)
+        rows = copy.copy(self.stored)
+        rows.version, rows.served = self.number, self.served
+        return rows
 
     def with_stores(self, stores: Sequence[Sequence[frozen.FrozenStore]]) -> "Version":
         """Makes this version over other arrays by part."""
@@ -96,6 +102,8 @@ class Version:
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
+        if self.stored is not None:
+            return {name: self.stored.num_rows(name) for name in self.tables.tables}
         places, parts = self.tables.spec.places, self.own_parts
         return {name: sum(int(part.maps[s].table_rows[n]) for part in parts) for name, (s, n) in places.items()}
 
