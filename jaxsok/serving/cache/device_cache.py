@@ -24,7 +24,7 @@ from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTa
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
 from jaxsok.shards import view_on_host
 from jaxsok.store import num_buckets_of
-from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, PADDING_KEY
+from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, NO_ROW, PADDING_KEY
 
 ROWS_AT_A_TIME = 1 << 17  # rows of one step of a fill, refresh or swap, which bounds their memory on host and device
 MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as in HPS
@@ -163,13 +163,11 @@ class DeviceCache:
         names = [part.name for part in request.parts if part.store == s]
         late = [fetched[name] for name in names if name in fetched]
         if late:
-            slots = np.full(num_rows, -1, np.int32)
-            places = np.concatenate([some.places for some in late])
-            slots[places] = np.arange(len(places), dtype=np.int32)
+            places = np.concatenate([some.places for some in late]).astype(np.uint32)
             size = padded_size(len(places), LEAST_KEYS)
             self._compiled.make("merge", s, num_rows, size)
             parts = tuple(fill_up(part, size) for part in join_lines(some.rows for some in late))
-            slabs = programs.merge(slabs, *self.stores.put((slots, parts)))
+            slabs = programs.merge(slabs, *self.stores.put((fill_up(places, size, NO_ROW), parts)))
         rows, *scales = slabs
         index, counters = found.out.indices[s]
         if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them

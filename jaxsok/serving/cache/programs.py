@@ -192,12 +192,11 @@ def _scatter(store: CacheStore, row_ids: Array, lines: tuple[Array, ...]) -> Cac
 
 
 @jax.jit
-def merge(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Replaces some rows (and their scales), each by the row that its slot names unless that is negative."""
-    return tuple(
-        jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), part.at[slots].get(mode="clip"), slab)
-        for slab, part in zip(slabs, lines, strict=True)
-    )
+def merge(slabs: tuple[Array, ...], row_ids: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Replaces some rows, and their scales."""
+    (rows, *scales), (new_rows, *new_scales) = slabs, lines
+    replaced = (old.at[row_ids].set(new, mode="drop") for old, new in zip(scales, new_scales, strict=True))
+    return kernels.scatter(row_ids, new_rows, (rows,))[0], *replaced
 
 
 @jax.jit
@@ -259,7 +258,7 @@ class CompiledPrograms:
             case "copy", (field,):
                 return (getattr(form, field),)
             case "merge", (num_rows, num_lines):  # of fetched rows into those of a lookup
-                return self._slabs(of, num_rows), self._shape((num_rows,), np.int32), self._slabs(of, num_lines)
+                return self._slabs(of, num_rows), self._shape((num_lines,), np.uint32), self._slabs(of, num_lines)
         (num_rows,) = sizes  # "hide"
         return self._index(num_rows), self._shape((num_rows,), np.bool_)
 
