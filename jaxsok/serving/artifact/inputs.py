@@ -131,11 +131,11 @@ def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
     return shape((num_samples, *spec.shape), jnp.dtype(spec.dtype))
 
 
+@refusals()
 def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     """Checks an input; returns it in the program's form, with its batch size."""
     if isinstance(spec, KeysInput):
-        with refusals():
-            words = keys_lib.words_of(given, "int32", what)
+        words = keys_lib.words_of(given, "int32", what)
         if words.ndim < 2 or words.shape[1:-1] != spec.shape:
             raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_shape_of(spec)}.")
         return words, words.shape[0]
@@ -164,8 +164,7 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     if (given.weights is not None) != spec.is_weighted:
         got, wanted = ("none", "one for each key") if spec.is_weighted else ("some", "none")
         raise RequestError(f"{what}: weights: got {got}, wanted {wanted}.")
-    with refusals():
-        words = keys_lib.words_of(given.keys, "int32", what)
+    words = keys_lib.words_of(given.keys, "int32", what)
     shape, offsets = words.shape[:-1], given.offsets
     if given.lengths is not None and offsets is not None:
         raise RequestError(f"{what}: got both lengths and offsets, wanted one of them.")
