@@ -132,16 +132,16 @@ class DeviceCache:
         """
         request = Request(self._spec, keys, self._compiled.choose_sizes)
         found, fetched = self._ask(request, is_expanded=True)
+        stores = {self._spec.places[name][0] for name in request.lines}
+        of_store = {s: view_on_host(found.out.rows[s][0], may_write=True) for s in stores}
         rows: dict[str, np.ndarray] = {}
-        of_store: dict[int, np.ndarray] = {}
-        for part in request.parts:
-            if part.store not in of_store:
-                of_store[part.store] = view_on_host(found.out.rows[part.store][0], may_write=True)
-            lines = of_store[part.store][part.lines]
-            if part.name in fetched:
-                lines = fetched[part.name].put_into(lines, view_on_host(found.out.inverse[part.store])[part.lines])
+        for name, place in request.lines.items():
+            s = self._spec.places[name][0]
+            lines = of_store[s][place]
+            if name in fetched:
+                lines = fetched[name].put_into(lines, view_on_host(found.out.inverse[s])[place])
             lines.flags.writeable = False
-            rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
+            rows[name] = lines.reshape(*request.shapes[name], lines.shape[1])
         return CachedRows(rows, found.epoch.source.version, found.hit_rates)
 
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
@@ -160,7 +160,7 @@ class DeviceCache:
         """Packs the rows of a request in one store as a frozen store of their own."""
         slabs, table = found.out.rows[s], self._spec.stores[s][0]
         num_rows = slabs[0].shape[0]
-        names = [part.name for part in request.parts if part.store == s]
+        names = [name for name in request.lines if self._spec.places[name][0] == s]
         late = [fetched[name] for name in names if name in fetched]
         if late:
             places = np.concatenate([some.places for some in late]).astype(np.uint32)

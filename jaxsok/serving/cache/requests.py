@@ -23,25 +23,19 @@ from jaxsok.types import NO_ROW, PADDING_KEY
 _log = logging.getLogger("jaxsok.serving")
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The keys of one table among those of its store."""
-
-    name: str
-    store: int
-    lines: slice
-    shape: tuple[int, ...]
-
-
 class Request:
-    """Checked keys, packed into one array for each store; `choose` gives its size, from the least power of two."""
+    """Checked keys, packed into one array for each store; `choose` gives its size, from the least power of two.
+
+    `lines` has the place of each table's keys among those of its store, and `shapes` the shape in which they came.
+    """
 
     def __init__(self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[Sizes], Sizes]) -> None:
         require_mapping("lookup: keys", keys, "tables to keys")
         words: list[list[np.ndarray]] = [[] for _ in spec.stores]
         ids: list[list[np.ndarray]] = [[] for _ in spec.stores]
         sizes = [0] * len(spec.stores)
-        self.parts: list[Part] = []
+        self.lines: dict[str, slice] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.num_keys = 0
         for name, given in keys.items():
             store, number = spec.place_of("lookup", name)
@@ -51,7 +45,7 @@ class Request:
             words[store].append(of_table)
             ids[store].append(np.full(len(of_table), number, np.uint32))
             end = sizes[store] + len(of_table)
-            self.parts.append(Part(name, store, slice(sizes[store], end), given.shape))
+            self.lines[name], self.shapes[name] = slice(sizes[store], end), given.shape
             sizes[store] = end
             self.num_keys += int((keys_lib.from_words(of_table) != np.uint64(PADDING_KEY)).sum())
         self.batches = []
@@ -72,12 +66,12 @@ class Found:
         self.missed: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         starts = np.cumsum([0, *(len(tables) for tables in spec.stores)])
         records: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        for part in request.parts:
-            s, number = spec.places[part.name]
+        for name in request.lines:
+            s, number = spec.places[name]
             num_distinct, num_missed = counts[starts[s] + number, :2].tolist()
-            self.num_distinct[part.name] = num_distinct
+            self.num_distinct[name] = num_distinct
             # Not 1 - misses ÷ distinct, which may miss a threshold of 0.1 by rounding.
-            self.hit_rates[part.name] = (num_distinct - num_missed) / num_distinct if num_distinct else 1.0
+            self.hit_rates[name] = (num_distinct - num_missed) / num_distinct if num_distinct else 1.0
             if not num_missed:
                 continue
             if s not in records:
@@ -86,7 +80,7 @@ class Found:
                 places = np.flatnonzero((row_ids == NO_ROW) & (keys != np.uint64(PADDING_KEY)))
                 records[s] = places, keys[places], lines[places, 2]
             places, keys, ids = records[s]
-            self.missed[part.name] = places[ids == number], keys[ids == number]
+            self.missed[name] = places[ids == number], keys[ids == number]
 
 
 @dataclasses.dataclass(frozen=True)
