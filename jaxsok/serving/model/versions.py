@@ -64,16 +64,10 @@ class Version:
         cls, config: ModelConfig, given: Sequence[folders.Frozen], served: Any, parts: Sequence[Part]
     ) -> "Version":
         """Makes the first version, of the files of a configuration."""
-        return cls(
-            number=1,
-            parts=tuple(parts),
-            is_split=config.is_split,
-            files={table.name: str(source.path) for table, source in given},
-            uuids={table.name: source.uuid for table, source in given},
-            unknowns={table.name: source.unknown for table, source in given},
-            served=served,
-            dense_file=str(config.dense_file or ""),
-        )
+        opened = {table.name: source for table, source in given}
+        unknowns = {name: source.unknown for name, source in opened.items()}
+        before = cls(number=0, parts=tuple(parts), is_split=config.is_split, files={}, uuids={}, unknowns=unknowns)
+        return before.make_next(opened, (served, str(config.dense_file or "")))
 
     def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> "Version":
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
