@@ -172,8 +172,6 @@ class RowMap:
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
         """Pads keys and table ids in parts; gives them with the number of real keys."""
-        if not 0 <= table < self.num_tables:
-            raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
         for part in (keys[some] for some in slices(len(keys), KEYS_AT_A_TIME)):
             size = padded_size(len(part), _LEAST_KEYS)
             yield key_words(part, size), np.full(size, table, np.uint32), len(part)

@@ -89,7 +89,7 @@ class Session:
         self._is_closed = False
         self._models: dict[str, Served] = {}
         self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
-        memories, lock = dict[tuple[Any, ...], Memory](), threading.Lock()
+        lock = threading.Lock()  # of the devices' memory
         self._databases: databases_lib.Connected = (None, None)
         host = Memory([row_map.host_device()], lambda: host_limits.available_bytes(), threading.Lock())
         try:
@@ -97,7 +97,7 @@ class Session:
                 self._databases = databases_lib.connect(config)
             for number, model in enumerate(config.models):
                 at = _devices(number, model, device)
-                memory = memories.setdefault(at, Memory(at, functools.partial(self._free_bytes, at), lock))
+                memory = Memory(at, functools.partial(self._free_bytes, at), lock)
                 self._models[model.model] = open_model(config, model, memory, host, self._databases, warm_up=warm_up)
             if config.update_source.type == "redis_stream":
                 from jaxsok.serving import streams

@@ -82,8 +82,7 @@ KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayIn
 
 def input_to_json(spec: InputSpec) -> dict[str, Any]:
     (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
-    fields = dataclasses.asdict(spec).items()
-    return {"kind": kind, **{name: list(value) if isinstance(value, tuple) else value for name, value in fields}}
+    return {"kind": kind, **dataclasses.asdict(spec)}
 
 
 def input_from_json(entry: Mapping[str, Any]) -> InputSpec:
