@@ -116,13 +116,11 @@ def split_sources(given: Sequence[Frozen], num_parts: int) -> list[list[Frozen]]
 
 
 def _filter_owned(source: TableSource, number: int, num_parts: int) -> TableSource:
-    def chunks() -> Iterator[Records]:
-        return (records.take(owners_of(records.keys, num_parts) == number) for records in source.chunks())
-
-    def keys() -> Iterator[np.ndarray]:
-        return (keys[owners_of(keys, num_parts) == number] for keys in source.keys())
-
-    return dataclasses.replace(source, chunks=chunks, keys=keys)
+    return dataclasses.replace(
+        source,
+        chunks=lambda: (some.take(owners_of(some.keys, num_parts) == number) for some in source.chunks()),
+        keys=lambda: (keys[owners_of(keys, num_parts) == number] for keys in source.keys()),
+    )
 
 
 class StorePlan:
