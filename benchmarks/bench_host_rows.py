@@ -123,7 +123,8 @@ class _Life:
 
     def __init__(self, recorder: Recorder, most_rows: int, num_steps: int, seed: int):
         self._recorder, self._most_rows, self._num_steps, self._seed = recorder, most_rows, num_steps, seed
-        self._num_new = round(NEW_SHARE * most_rows / num_steps)
+        num_new = round(NEW_SHARE * most_rows / num_steps)
+        self._num_new = num_new + -num_new % jax.device_count()  # all devices share the batches in the end
         self._options = {"max_capacity": most_rows, "eviction": jaxsok.policies.LeastRecentlyUsed()}
 
     def _ids(self, step: int) -> np.ndarray:

@@ -599,6 +599,8 @@ def test_sessions(folders, blocks, tier, tmp_path):
         ask(session, CONTENT, 1)
         with pytest.raises(ServingError, match=r"in_place: got False .* rows there are changed where they lie"):
             session.update({"user": write(tmp_path / "newer", newer["user"])}, in_place=False)
+        with pytest.raises(ServingError, match="in_place: got 'yes'"):
+            session.update({"user": tmp_path / "newer"}, in_place="yes")
         assert session.update({"user": tmp_path / "newer"}) == 2
         ask(session, newer, 2)
         session.refresh()

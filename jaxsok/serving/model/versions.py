@@ -182,6 +182,8 @@ class AnyVersions(abc.ABC):
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, readers: Sequence[Any]
     ) -> Version:
         """Makes the next version, with another dense model and its file if given; `RowReader`s serve it."""
+        if not (isinstance(in_place, bool) or in_place == "auto"):
+            raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         self._check(source, in_place)
         with self._updating, SHORT_TURNS:
             try:
@@ -242,8 +244,6 @@ class Versions(AnyVersions):
             yield self.current
 
     def _check(self, source: Source | None, in_place: InPlace) -> None:
-        if not (isinstance(in_place, bool) or in_place == "auto"):
-            raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         if in_place is True and not self._can_donate:
             raise ServingError(
                 f'update: in_place: got True for model "{self.name}", whose rows lie in host memory below a cache, '
