@@ -327,7 +327,7 @@ LaunchError PrepareDevice(int32_t device, const int32_t* peers, int32_t num_peer
       }
     }
     *side = new SideStream;  // for good, as windows are
-    int greatest = 0;  // otherwise its kernels wait until all blocks of the one that sends have begun
+    int greatest = 0;        // otherwise its kernels wait until all blocks of the one that sends have begun
     JAXSOK_RETURN_IF_CUDA(cudaDeviceGetStreamPriorityRange(nullptr, &greatest));
     JAXSOK_RETURN_IF_CUDA(cudaStreamCreateWithPriority(&(*side)->stream, cudaStreamNonBlocking, greatest));
     JAXSOK_RETURN_IF_CUDA(cudaEventCreateWithFlags(&(*side)->forked, cudaEventDisableTiming));

@@ -98,8 +98,8 @@ def update_window(
 ) -> tuple[Store, ByTable, Int32[Array, ""]]:
     """Does `combine.combine_transpose`, an exchange of the sums (float32 or bfloat16) and `update` in one call.
 
-    `slots` has the line of each key of the bags; the step has a key for each request received. `sorted_uses`: those that
-    `lookup_window` sorted; None: they are sorted here.
+    `slots` has the line of each key of the bags; the step has a key for each request received. `sorted_uses` are those
+    that `lookup_window` sorted; None: they are sorted here.
     """
     num_lines, dim = step.row_ids.shape[0], store.rows[0].shape[1]
     operands = step.operands() | {"slots": slots, "bags": tuple(bags), "bag_gradients": gradients}

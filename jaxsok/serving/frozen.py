@@ -21,6 +21,7 @@ from jaxsok.collection import Collection
 from jaxsok.host_slabs import bytes_of, new_host_rows
 from jaxsok.interchange.files import RecordChunks
 from jaxsok.kernels import reader, table as kernels
+from jaxsok.kernels.lookup import QUANTIZED_DTYPES
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
@@ -33,8 +34,7 @@ from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
 
 FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 
-QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")  # dtypes of rows that come with a scale each
-DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
+DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED_DTYPES)
 # The seed of all lookups: tables of other seeds have other names in their words. Zeros, or 0 and 1, XLA would fill in
 # by a kernel of its own.
 SEED: np.ndarray = np.array([2, 1], np.uint32)
@@ -77,7 +77,7 @@ class FrozenTable:
     @property
     def is_quantized(self) -> bool:
         """True if each row has a scale."""
-        return self.dtype in QUANTIZED
+        return self.dtype in QUANTIZED_DTYPES
 
     @property
     def missing(self) -> str:

@@ -432,6 +432,30 @@ def test_plans_with_too_little_room():
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
+@pytest.mark.parametrize(
+    ("wire", "combiner", "exchange", "sorts"),
+    [
+        ("window", "mean", {}, True),
+        ("dense", "mean", {}, False),
+        ("window", "mean", {"gradients": "float16"}, False),
+    ],
+)
+def test_what_a_lookup_sorts_for_its_update(wire, combiner, exchange, sorts):
+    """The uses of its batch, if the update can send their sums through windows."""
+    mesh = mesh_of_any()
+    tables, features, raw = one_feature("float32", 8, combiner)
+    collection = collection_of(mesh, wire, tables, features, **exchange)
+    state, batch = collection.init(seed=3, salt=0), collection.batch(raw(1, mesh.size)).features
+    with on_any_platform():
+        asked = jax.jit(functools.partial(collection.plan, send_capacity=[CAPACITY]))(batch)
+        _, _, plan = jax.eval_shape(collection.lookup, state, asked)
+    found = plan.found_of(0).sorted_uses
+    assert (found is not None) == sorts
+    if sorts:
+        num_keys = batch.stores[0].keys.shape[0] // mesh.size
+        assert found.shape == (16 * mesh.size * -(-num_keys // 64) * 64,)
+
+
 def stale_update(wire, mesh, form):
     """Updates with a plan from before rows left the store."""
     tables, features, raw = one_feature("float32", 8, "mean", form=form)
