@@ -50,24 +50,11 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
-class _Section(io.RawIOBase):
-    """A part of a mapped file as a file of its own: other zip archives may lie before it."""
+class _Mapped(mmap.mmap):
+    """A file up to the end of an archive, which zipfile finds from there: others may lie before it."""
 
-    def __init__(self, section: memoryview):
-        self._section, self._at = section, 0
-
-    def seekable(self) -> bool:
+    def seekable(self) -> bool:  # Python's own has it since 3.13
         return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, len(self._section))[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._section[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +95,8 @@ class Tensor:
     def _open(self, sizes: tuple[int, ...], path: pathlib.Path, begin: int, end: int) -> np.ndarray:
         try:
             with open(path, "rb") as file:
-                section = memoryview(mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ))[begin:]
-            with zipfile.ZipFile(_Section(section)) as archive:
+                mapped = _Mapped(file.fileno(), end, access=mmap.ACCESS_READ)
+            with zipfile.ZipFile(mapped) as archive:
                 entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 made = _Unpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
                 is_big = "byteorder" in entries and archive.read(entries["byteorder"]) == b"big"
@@ -118,8 +105,8 @@ class Tensor:
             if made.origin != "torch._utils._rebuild_tensor_v2" or entry.compress_type != 0 or shape != sizes:
                 raise ValueError(f"{made.origin} of shape {shape}, stored in the way {entry.compress_type}")
             first = entry.header_offset + 30
-            first += sum(struct.unpack("<HH", section[first - 4 : first]))  # its name and its extra field
-            numbers = np.frombuffer(section, dtype, entry.file_size // dtype.itemsize, first)[offset:]
+            first += sum(struct.unpack("<HH", mapped[first - 4 : first]))  # its name and its extra field
+            numbers = np.frombuffer(mapped, dtype, entry.file_size // dtype.itemsize, first)[offset:]
             last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
             if min((offset, *strides)) < 0 or last >= len(numbers):
                 raise ValueError(f"strides {strides} for {len(numbers)} numbers")
