@@ -110,6 +110,11 @@ class TableForm:
         columns += [not_none(records.last_step), not_none(records.frequency)] if self.statistics else []
         return make_batch(self.schema, *columns)
 
+    def no_records(self) -> Records:
+        none = np.zeros(0, np.uint32) if self.statistics else None
+        states = {name: np.zeros((0, dim), np.float32) for name, dim, _ in self.states}
+        return Records(np.zeros(0, np.uint64), np.zeros((0, self.dim), self.dtype), states, none, none)
+
     def from_batch(self, batch: "pa.RecordBatch") -> Records:
         """Returns views of a batch."""
 

@@ -17,10 +17,9 @@ from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
-from jaxsok.records import Records, join_records, regroup, round_to
+from jaxsok.records import Records, join_records, regroup
 from jaxsok.specs import StoreSpec, TableRef
 from jaxsok.store import row_bytes
-from jaxsok.table_export import no_records
 from jaxsok.table_import import Held, RecordWriter, take_padded
 from jaxsok.types import NUM_PARTITIONS
 
@@ -53,16 +52,15 @@ def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> N
     def read_shard(shard: int) -> Iterator[Records]:
         wanted = None if is_once or (owners == shard).all() else owners == shard
         if wanted is None or wanted.any():
-            for records in source.records(name, wanted):
-                yield _fit(spec, records, taken, source.manifest["clock"], held.now)
+            yield from source.records(name, wanted)
 
     lines = ROUND_BYTES // (row_bytes(spec) * len(local))
     # A power of two: a few programs, whatever the number of rows.
     most_lines = min(MOST_LINES, 1 << max(6, lines.bit_length() - 1))
     # Each process reads a replicated store in full.
     streams = {shard: regroup(read_shard(shard), most_lines, join_records) for shard in local[: 1 if is_once else None]}
-    writer = RecordWriter(op, collection.stores, table, held, clock=np.uint32(0))
-    none, total = no_records(spec), 0
+    writer = RecordWriter(op, collection.stores, table, held, clock=np.uint32(0), is_reset=True)
+    none, total = source.form(name).no_records(), 0
     while True:
         blocks, most, error = {}, FAILED, None
         try:
@@ -80,7 +78,7 @@ def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> N
             break
         size = min(most_lines, 1 << max(6, (most - 1).bit_length()))
         total += sum(block.num_rows for block in blocks.values())
-        arrays = {shard: _pad(spec, block, size) for shard, block in blocks.items()}
+        arrays = {shard: _pad(source, held, spec, block, taken, size) for shard, block in blocks.items()}
         if is_once:
             arrays = dict.fromkeys(local, arrays[local[0]])
         piece = {name: shards.put({shard: arrays[shard][name] for shard in local}) for name in arrays[local[0]]}
@@ -105,27 +103,19 @@ def shards_of_partitions(collection: Collection, table: TableRef) -> np.ndarray:
     return np.asarray(collection.partition_owners, np.int64)
 
 
-def _fit(spec: StoreSpec, records: Records, taken: Sequence[str], clock: int, now: int | None) -> Records:
-    """Converts rows saved at `clock` to the dtype, optimizer state and statistics of a store."""
-    num_rows = records.num_rows
-    state = {
-        state.name: records.state[state.name]
-        if state.name in taken
-        else np.full((num_rows, state.dim), state.initial_value, np.float32)
-        for state in spec.state_specs
-    }
-    last_step, frequency = records.last_step, records.frequency
-    if spec.keeps_statistics and last_step is None:
-        # Unknown: they count as used when they were saved, so that none of them is the first to leave.
-        last_step, frequency = np.full(num_rows, np.uint32(clock)), np.zeros(num_rows, np.uint32)
-    if now is not None and last_step is not None:
-        last_step = np.maximum(last_step, np.uint32(now))
-    return Records(records.keys, round_to(records.rows, jnp.dtype(spec.dtype)), state, last_step, frequency)
-
-
-def _pad(spec: StoreSpec, records: Records, size: int) -> dict[str, np.ndarray]:
-    arrays = {"keys": records.keys, "rows": records.rows}
-    arrays |= {f"state.{state.name}": records.state[state.name] for state in spec.state_specs}
+def _pad(
+    source: Source, held: Restoring, spec: StoreSpec, records: Records, taken: Sequence[str], size: int
+) -> dict[str, np.ndarray]:
+    """Makes operands of saved rows, padded to `size`. The device rounds rows, and fills state that is not taken."""
+    rows = records.rows if records.rows.dtype == jnp.dtype(spec.dtype) else records.rows.astype(np.float32)
+    arrays = {"keys": records.keys, "rows": rows} | {f"state.{name}": records.state[name] for name in taken}
     if spec.keeps_statistics:
-        arrays["statistics"] = np.stack([not_none(records.last_step), not_none(records.frequency)], axis=1)
+        last_step, frequency = records.last_step, records.frequency
+        if last_step is None:
+            # Unknown: they count as used when they were saved, so that none of them is the first to leave.
+            last_step = np.full(records.num_rows, np.uint32(source.manifest["clock"]))
+            frequency = np.zeros_like(last_step)
+        if held.now is not None:
+            last_step = np.maximum(last_step, np.uint32(held.now))
+        arrays["statistics"] = np.stack([last_step, not_none(frequency)], axis=1)
     return {name: take_padded(array, np.arange(records.num_rows), size) for name, array in arrays.items()}

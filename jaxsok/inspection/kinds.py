@@ -11,9 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from jaxsok import published
 from jaxsok.checkpoint import manifest
 from jaxsok.checkpoint.saved import Source
@@ -137,12 +134,7 @@ def _open_saved(path: pathlib.Path) -> Opened | None:
 
 def _read_saved(source: Source, table: str) -> Iterator[Records]:
     """Reads the rows of a table, after an empty chunk that shows dim, dtype and state where there are no rows."""
-    form = source.form(table)
-    statistics = np.empty(0, np.uint32) if form.statistics else None
-    # NumPy knows bfloat16 from ml_dtypes, which comes with JAX.
-    rows = np.empty((0, form.dim), jnp.dtype(form.dtype))
-    state = {name: np.empty((0, width), np.float32) for name, width, _ in form.states}
-    yield Records(np.empty(0, np.uint64), rows, state, statistics, statistics)
+    yield source.form(table).no_records()
     yield from source.records(table)
 
 
