@@ -33,8 +33,6 @@ class Restoring(Held):
     """A state that tables are restored into, one folder after the other."""
 
     collection: Collection
-    tables: Sequence[str] | None
-    """Their names; None: all."""
     optimizer_state: OptimizerState
     is_whole: bool
     """True if the state also gets what belongs to no table: the step, a life, optimizer state of no row."""

@@ -6,7 +6,7 @@ have keys of its shards' partitions.
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,12 +91,12 @@ def apply_delta(
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         before = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
         check_link(op, source, before, f'"{after}"')
-        names = list(check_forms(source, collection, tables, optimizer_state))
+        taken = check_forms(source, collection, tables, optimizer_state)
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
-        source.verify(names)
-    held = Restoring(state, collection, tables, optimizer_state, is_whole=tables is None, now=now)
-    with _kept_on_errors(held, names):
-        _apply_link(source, held)
+        source.verify(list(taken))
+    held = Restoring(state, collection, optimizer_state, is_whole=tables is None, now=now)
+    with _kept_on_errors(held, taken):
+        _apply_link(source, held, taken)
     if tables is None:
         non_row_state.restore_looks(source, held)
     return held.state
@@ -118,46 +118,29 @@ def restore(
             check_state(op, collection, state)
             check_untraced(op, state)
             now = time_of(op, state, clock)
-        taken = check_forms(full, collection, tables, optimizer_state)
-        names = list(taken)
+        taken = [check_forms(source, collection, tables, optimizer_state) for source in chain]
+        names = list(taken[0])
         full.check(names)
         if state is not None:
             # Before rows of the state go: a damaged batch must not cost them.
-            for delta in chain[1:]:
-                check_forms(delta, collection, tables, optimizer_state)
             for source in chain:
                 source.verify(names)
     if state is None:
         low, high = full.manifest["seed"]
         state = collection.init(seed=low | high << 32)
-    held = Restoring(state, collection, tables, optimizer_state, is_whole=is_new, now=now)
+    held = Restoring(state, collection, optimizer_state, is_whole=is_new, now=now)
     if is_new:
         non_row_state.add_store_words(full, held)
-        non_row_state.note_keys(full, collection)
-    rows = {}
-    for name in names:
-        table, manifest = locate(op, collection, name), full.manifest["tables"][name]
-        rows[name] = _rows_by_shard(collection, table, manifest_lib.unpack(manifest["partition_rows"]))
-        if not is_new:
-            there = collection.shards.read(state.stores[table.store].table_rows).reshape(-1, len(table.spec.tables))
-            rows[name] -= there[:, table.number].astype(np.int64)
     with _kept_on_errors(held, names, is_new=is_new):
-        # Before anything goes: a refusal changes nothing.
-        _make_room(full, held, rows, is_new=is_new)
-        for name in () if is_new else names:
-            held.state, _ = collection.clear(held.state, name)
-        for name in names:
-            place(full, held, name, taken[name])
-        non_row_state.add(full, held, names)
-        for delta in chain[1:]:
-            _apply_link(delta, held)
+        for source, of_link in zip(chain, taken, strict=True):
+            _apply_link(source, held, of_link)
     if tables is None:
         non_row_state.restore_looks(chain[-1], held)
     return held.state
 
 
 @contextlib.contextmanager
-def _kept_on_errors(held: Restoring, names: Sequence[str], *, is_new: bool = False) -> Iterator[None]:
+def _kept_on_errors(held: Restoring, names: Iterable[str], *, is_new: bool = False) -> Iterator[None]:
     """Surrounds calls that donate a state bit by bit: an error carries the last whole state, unless it `is_new`."""
     given = held.state
     try:
@@ -174,21 +157,32 @@ def _kept_on_errors(held: Restoring, names: Sequence[str], *, is_new: bool = Fal
         held.collection.growth.forget()  # its bound on the rows in use holds for steps alone
 
 
-def _apply_link(source: Source, held: Restoring) -> None:
-    """Applies a delta; its place in the chain is checked already."""
-    collection = held.collection
-    with processes.fail_together(source.op):
-        taken = check_forms(source, collection, held.tables, held.optimizer_state)
+def _apply_link(source: Source, held: Restoring, taken: Mapping[str, Sequence[str]]) -> None:
+    """Applies a full export or a delta, checked already; `taken` has the optimizer state to restore, by table."""
+    collection, is_delta = held.collection, source.manifest["kind"] == "delta"
     if held.is_whole:
         non_row_state.note_keys(source, collection)
-    # Removed rows make room for new ones: a table that evicts may be full at both ends of a delta.
-    _make_room(source, held, {name: _more_rows(source, held, name) for name in taken})
+    # Before anything goes: a refusal changes nothing. Rows that leave make room for new ones: a table that evicts may
+    # be full at both ends of a delta.
+    rows = {name: (_more_rows if is_delta else _all_rows)(source, held, name) for name in taken}
+    _make_room(source, held, rows, is_new=held.is_whole and not is_delta)
     for name in taken:
-        for keys, _ in padded_batches(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
-            held.state, _ = collection.erase(held.state, name, keys)
+        if is_delta:
+            for keys, _ in padded_batches(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
+                held.state, _ = collection.erase(held.state, name, keys)
+        elif not held.is_whole:
+            held.state, _ = collection.clear(held.state, name)
     for name in taken:
         place(source, held, name, taken[name])
     non_row_state.add(source, held, list(taken))
+
+
+def _all_rows(source: Source, held: Restoring, name: str) -> np.ndarray:
+    """Counts the rows of a full export in each shard, less those that are there: int64[num_shards]."""
+    table = locate(source.op, held.collection, name)
+    rows = manifest_lib.unpack(source.manifest["tables"][name]["partition_rows"])
+    there = held.collection.shards.read(held.state.stores[table.store].table_rows).reshape(-1, len(table.spec.tables))
+    return _rows_by_shard(held.collection, table, rows) - there[:, table.number].astype(np.int64)
 
 
 def _more_rows(source: Source, held: Restoring, name: str) -> np.ndarray:
