@@ -136,73 +136,56 @@ def report(records: Iterable[Records], *, name: str = "table", clock: int | None
       >>> found.num_rows, found.max_key, found.norms.max, found.uses.num_uses
       (2, 9, 5.0, 6)
     """
-    seen = _Seen(name)
+    num_rows = num_bytes = num_negative = 0
+    form: tuple[int, str] | None = None
+    keys: list[int] = []  # least and greatest, unsigned and signed
+    rows, states = Magnitudes(), dict[str, tuple[int, Magnitudes]]()
+    uses: Frequencies | None = None
+    steps: Steps | None = None
     for chunk in records:
-        seen.add(chunk)
-    return seen.report(clock)
-
-
-class _Seen:
-    def __init__(self, name: str) -> None:
-        self.name, self.num_rows, self.num_bytes, self.num_negative = name, 0, 0, 0
-        self.form: tuple[int, str] | None = None
-        self.keys: list[int] = []  # least and greatest, unsigned and signed
-        self.rows = Magnitudes()
-        self.states: dict[str, tuple[int, Magnitudes]] = {}
-        self.uses: Frequencies | None = None
-        self.steps: Steps | None = None
-
-    def add(self, chunk: Records) -> None:
-        form = int(chunk.rows.shape[1]), chunk.rows.dtype.name
-        if self.form is None:
-            self.form = form
-            self.states = {name: (int(array.shape[1]), Magnitudes()) for name, array in chunk.state.items()}
-            self.uses = None if chunk.frequency is None else Frequencies()
-            self.steps = None if chunk.last_step is None else Steps()
-        if form != self.form:
+        form_of_chunk = int(chunk.rows.shape[1]), chunk.rows.dtype.name
+        if form is None:
+            form, uses, steps = form_of_chunk, Frequencies(), Steps()
+            states = {state: (int(array.shape[1]), Magnitudes()) for state, array in chunk.state.items()}
+        if form_of_chunk != form:
             raise ValueError(
-                f'inspect: table "{self.name}": got rows of {form[0]} {form[1]} behind rows of {self.form[0]} '
-                f"{self.form[1]}, wanted one dim and dtype."
+                f'inspect: table "{name}": got rows of {form_of_chunk[0]} {form_of_chunk[1]} behind rows of {form[0]} '
+                f"{form[1]}, wanted one dim and dtype."
             )
-        self.states = {name: self.states[name] for name in self.states if name in chunk.state}
-        self.uses = None if chunk.frequency is None else self.uses
-        self.steps = None if chunk.last_step is None else self.steps
+        states = {state: found for state, found in states.items() if state in chunk.state}
+        uses = None if chunk.frequency is None else uses
+        steps = None if chunk.last_step is None else steps
         if not chunk.num_rows:
-            return
+            continue
         arrays = [chunk.keys, chunk.rows, *chunk.state.values(), chunk.last_step, chunk.frequency]
-        self.num_bytes += sum(array.nbytes for array in arrays if array is not None)
-        self.num_rows += chunk.num_rows
+        num_bytes += sum(array.nbytes for array in arrays if array is not None)
+        num_rows += chunk.num_rows
         signed = chunk.keys.view(np.int64)
         found = [int(chunk.keys.min()), int(chunk.keys.max()), int(signed.min()), int(signed.max())]
-        pairs = zip((min, max, min, max), self.keys or found, found, strict=True)
-        self.keys = [pick(before, now) for pick, before, now in pairs]
-        self.num_negative += int((signed < 0).sum())
-        _add_norms(self.rows, chunk.rows)
-        for name, (_, norms) in self.states.items():
-            _add_norms(norms, chunk.state[name])
-        for counts, column in ((self.uses, chunk.frequency), (self.steps, chunk.last_step)):
+        keys = [pick(pair) for pick, *pair in zip((min, max, min, max), keys or found, found, strict=True)]
+        num_negative += int((signed < 0).sum())
+        _add_norms(rows, chunk.rows)
+        for state, (_, norms) in states.items():
+            _add_norms(norms, chunk.state[state])
+        for counts, column in ((uses, chunk.frequency), (steps, chunk.last_step)):
             if counts is not None and column is not None:
                 for start in range(0, chunk.num_rows, 1 << 20):
                     counts.add(column[start : start + (1 << 20)])
-
-    def report(self, clock: int | None) -> TableReport:
-        uses, steps = self.uses, self.steps
-        dim, dtype = self.form or (0, "float32")
-        now = clock if clock is not None else steps.max if steps is not None else 0
-        keys = ("min_key", "max_key", "min_signed_key", "max_signed_key")
-        return TableReport(
-            name=self.name,
-            num_rows=self.num_rows,
-            dim=dim,
-            dtype=dtype,
-            num_bytes=self.num_bytes,
-            num_negative=self.num_negative,
-            **dict(zip(keys, self.keys or [0] * 4, strict=True)),
-            norms=_norms(dim, self.rows),
-            states={name: _norms(dim, norms) for name, (dim, norms) in self.states.items()},
-            uses=uses and Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
-            ages=steps and Ages(int(now), steps.min, steps.max, steps.width, steps.ages(int(now))),
-        )
+    dim, dtype = form or (0, "float32")
+    now = int(clock if clock is not None else steps.max if steps is not None else 0)
+    return TableReport(
+        name,
+        num_rows,
+        dim,
+        dtype,
+        num_bytes,
+        *(keys or [0] * 4),
+        num_negative=num_negative,
+        norms=_norms(dim, rows),
+        states={state: _norms(dim, norms) for state, (dim, norms) in states.items()},
+        uses=uses and Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
+        ages=steps and Ages(now, steps.min, steps.max, steps.width, steps.ages(now)),
+    )
 
 
 def _add_norms(norms: Magnitudes, rows: np.ndarray) -> None:
