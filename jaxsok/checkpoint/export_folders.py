@@ -224,23 +224,20 @@ def _begin_export(
         rests_on = {"base": last["uuid"], "base_path": base_path, "since": last["clock"]}
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
-    with processes.fail_together(op):
-        moved = kept.compare(collection, state) if kept else None
-        keys = KeysByRow.of(collection, state) if keeps_keys and moved is None else None
     token = processes.draw_words(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder = published.unfinished_path(final, token)
-    is_first = jax.process_index() == 0
-    with processes.fail_together(op):
-        # The first one alone: another host's network file system would remember that there is no such name.
-        if is_first and os.path.lexists(final):
-            raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
-        if is_first and (others := published.list_unfinished(final)):
-            text = '%s: path: next to "%s" are %s: of exports that are being written, or of processes that died; '
-            LOG.warning(text + "remove those that no process writes.", op, final, others)
     try:
         with processes.fail_together(op):
-            if is_first:
+            # The first one alone: another host's network file system would remember that there is no such name.
+            if jax.process_index() == 0:
+                if os.path.lexists(final):
+                    raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
+                if others := published.list_unfinished(final):
+                    text = '%s: path: next to "%s" are %s: of exports that are being written, or of processes that '
+                    LOG.warning(text + "died; remove those that no process writes.", op, final, others)
                 folder.mkdir(parents=True)
+            moved = kept.compare(collection, state) if kept else None
+            keys = KeysByRow.of(collection, state) if keeps_keys and moved is None else None
         if kept and moved is not None:
             gone = kept.find_gone(op, collection, state, moved)
         else:

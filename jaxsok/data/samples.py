@@ -15,7 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -188,7 +188,7 @@ class ArrowSource(BlockSource):
             data = pa.table(data)
             schema, pieces = data.schema, [(batch, batch.num_rows) for batch in data.to_batches()]
         else:
-            schema, pieces = _pieces_of(data)
+            schema, pieces = _pieces_of(data, self._columns)
         missing = [name for name in self._columns or () if name not in schema.names]
         if missing:
             raise KeyError(f"ArrowSource: columns: got {missing}, wanted some of {schema.names}.")
@@ -197,26 +197,14 @@ class ArrowSource(BlockSource):
         super().__init__([size for _, size in pieces])
 
     def load(self, block: int) -> Columns:
-        import pyarrow as pa
-
         piece = self._pieces[block]
-        if isinstance(piece, _Fragment):
-            piece = piece.fragment.to_table(schema=piece.schema, columns=self._columns)
-        elif isinstance(piece, tuple):
-            path, number = piece
-            with pa.memory_map(path) as file:
-                piece = pa.ipc.open_file(file).get_batch(number)
+        piece = piece() if callable(piece) else piece
         names = piece.schema.names if self._columns is None else self._columns
         return {name: _column_of_arrow(name, piece.column(name)) for name in names}
 
 
-class _Fragment(NamedTuple):
-    fragment: Any  # of a dataset: a row group, or a file
-    schema: Any
-
-
-def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
-    """Returns the schema of files or a dataset, and their blocks with numbers of samples."""
+def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[Any, int]]]:
+    """Returns the schema of files or a dataset, and functions that read their blocks with numbers of samples."""
     import pyarrow as pa
     import pyarrow.dataset
 
@@ -230,7 +218,7 @@ def _pieces_of(data: Any) -> tuple[Any, list[tuple[Any, int]]]:
         is_parquet = isinstance(fragment, pa.dataset.ParquetFileFragment)
         for part in fragment.split_by_row_group() if is_parquet else [fragment]:
             num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
-            pieces.append((_Fragment(part, data.schema), num_rows))
+            pieces.append((functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows))
     return data.schema, pieces
 
 
@@ -255,8 +243,15 @@ def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
                 f"ArrowSource: {path}: got columns {of_file.names}, wanted {schema.names} as in {paths[0]}."
             )
         schema = schema or of_file
-        pieces += [((path, number), size) for number, size in enumerate(sizes)]
+        pieces += [(functools.partial(_read_batch, path, number), size) for number, size in enumerate(sizes)]
     return schema, pieces
+
+
+def _read_batch(path: str, number: int) -> Any:
+    import pyarrow as pa
+
+    with pa.memory_map(path) as file:
+        return pa.ipc.open_file(file).get_batch(number)
 
 
 def _paths_of(data: Any) -> list[str]:
