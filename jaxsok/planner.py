@@ -291,17 +291,11 @@ class _Model:
     exchange: ExchangeSpec
     finds_per_step: float
 
-    def _line(self, rows: TableSpec | StoreSpec) -> float:
-        """Returns the bytes of request, row and gradient."""
+    def sharded_bytes(self, rows: TableSpec | StoreSpec, lines: float) -> int:
+        """Returns the bytes of requests, rows and gradients; `lines` are those of a device to the most loaded owner."""
         row = wire_bytes(rows.dim, self.exchange.rows, rows.dtype)
         there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
-        return there_and_back + wire_bytes(rows.dim, self.exchange.gradients)
-
-    def sharded_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
-        return round(distinct * (self.num_shards - 1) / self.num_shards * self._line(rows))
-
-    def bytes_on_one(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
-        return round(distinct * (self.num_shards - 1) * self._line(rows))
+        return round(lines * (self.num_shards - 1) * (there_and_back + wire_bytes(rows.dim, self.exchange.gradients)))
 
     def replicated_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
@@ -333,7 +327,7 @@ class _Model:
                 ((t, distinct[t.name]) for t in store.tables), self.num_shards
             )
             # The exchange is dense: the most loaded device decides how many lines go to each.
-            total += self.bytes_on_one(store, spread / self.num_shards + pinned)
+            total += self.sharded_bytes(store, spread / self.num_shards + pinned)
         return total
 
 
@@ -383,8 +377,8 @@ def _propose(
 ) -> TableProposal:
     num_bytes = table.capacity * row_bytes(specs_lib.group_into_stores([table])[0])
     bytes_by_kind = {
-        "sharded": model.sharded_bytes(table, traffic.distinct),
-        "on": model.bytes_on_one(table, traffic.distinct),
+        "sharded": model.sharded_bytes(table, traffic.distinct / model.num_shards),
+        "on": model.sharded_bytes(table, traffic.distinct),
         "replicated": model.replicated_bytes(table, traffic.distinct),
     }
     sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]

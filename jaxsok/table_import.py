@@ -134,7 +134,6 @@ class RecordWriter:
     held: Held
     clock: Any
     is_reset: bool = False
-    is_settled: bool = dataclasses.field(default=True, init=False)
     _refused: list[Array] = dataclasses.field(default_factory=list, init=False)
     _pieces: Callable[[], Iterable[dict[str, Any]]] = dataclasses.field(default=tuple, init=False)
 
@@ -148,19 +147,19 @@ class RecordWriter:
             )
             self.held.state = with_store(state, s, store)
             refused.append(num_refused)
-        self._refused, self._pieces, self.is_settled = refused, pieces, False
+        self._refused, self._pieces = refused, pieces
 
     def settle(self) -> None:
         """Waits for what was written last; keys that found no entry in the index get one under another salt."""
         for _ in range(SALTS):
-            # An interrupt may come between: records stay unsettled until all of this is done.
-            self.is_settled = self.is_settled or not self._has_refused()
-            if self.is_settled:
+            if not self._has_refused():
+                self._refused = []
                 return
+            # An interrupt may come between: what was refused stays known until it is written.
             self.held.state = enlarge.resalt_index(self.specs, self.held.state, self.table.store, self.table.shards)
             self.write(self._pieces)
-        self.is_settled = True
-        if self._has_refused():
+        has_refused, self._refused = self._has_refused(), []
+        if has_refused:
             raise TableFullError(
                 f'{self.op}: table "{self.table.declared.name}": got keys without an entry in the index under {SALTS} '
                 "salts, wanted one for each; declare a larger capacity, so that the index is larger."
