@@ -131,14 +131,9 @@ class Frequencies:
         if not self.num_uses:
             return math.nan
         num_top = math.ceil(share * self.num_rows - 1e-9)
-        counts, sums = self._counts[::-1], self._sums[::-1]
-        ends = np.cumsum(counts)
-        whole = int(np.searchsorted(ends, num_top, side="right"))
-        uses = float(sums[:whole].sum())
-        rest = num_top - (int(ends[whole - 1]) if whole else 0)
-        if rest:
-            uses += rest * float(sums[whole]) / float(counts[whole])
-        return uses / self.num_uses
+        # The rows of a counter share its uses evenly: along a line from one counter to the next.
+        rows, uses = (np.cumsum([0, *counters[::-1]]) for counters in (self._counts, self._sums))
+        return float(np.interp(num_top, rows, uses)) / self.num_uses
 
     def bins(self) -> tuple[Bin, ...]:
         edges = [0, 1, *(1 << bit for bit in range(1, self._EXACT + 1))]

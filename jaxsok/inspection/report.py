@@ -246,8 +246,7 @@ def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
         return ["  none above 0"]
     most = max(counted.num for counted in bins)
     body = [(edge(counted), f"{counted.num:,}", "#" * math.ceil(_BAR * counted.num / most)) for counted in bins]
-    widths = [max(len(line[i]) for line in body) for i in range(2)]
-    return [f"  {label.rjust(widths[0])}  {num.rjust(widths[1])}  {bar}".rstrip() for label, num, bar in body]
+    return [f"  {line}" for line in format_columns(("", "", ""), body, is_text=(2,))[1:]]
 
 
 def _number(value: float | Bin) -> str:
