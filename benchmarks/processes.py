@@ -129,7 +129,7 @@ class Measured:
             return collection.update(state, plan, embeddings)
 
         def call(state: jaxsok.State, plans: Any) -> tuple[jaxsok.State, jaxsok.Stats]:
-            return lax.scan(train, state, plans, unroll=True)
+            return lax.scan(train, state, plans)
 
         def time_pipeline(program: str, pipeline: Pipeline, jit: Callable, per_call: int = 1) -> None:
             pairs, step = iter(pipeline), jit(train if per_call == 1 else call, donate_argnums=0)

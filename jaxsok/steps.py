@@ -321,12 +321,8 @@ def _plan_on_shards(
     def plan_part(part: Features) -> Plan:
         return dataclasses.replace(steps.plan(part, send_capacities), features=NO_FEATURES)
 
-    def plan_parts(parts: Features) -> Plan:
-        # Without a loop all plans are one CUDA graph. The collectives of the dense wire stay in the order of a loop.
-        unroll = num_stacked(features) if steps.strategy.wire == "window" else 1
-        return lax.scan(lambda _, part: ((), plan_part(part)), (), parts, unroll=unroll)[1]
-
-    plan = steps.shards.run(plan_parts if is_stacked else plan_part, (features,), (split,), split)
+    plan_parts = functools.partial(lax.map, plan_part) if is_stacked else plan_part
+    plan = steps.shards.run(plan_parts, (features,), (split,), split)
     if not with_loads:
         return plan, ()
     assert isinstance(steps.shards, MeshShards)
