@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,17 +72,24 @@ _NO_INTEGERS = (
 _ON_COLUMNS = {*_UNARY, *_BINARY, *_SWAPPED, "select_n", "clamp", "square", "integer_pow", "convert_element_type"}
 
 
+_Op = tuple[int, int, int, int, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class RowProgram:
     """A compiled step of one row."""
 
-    ops: tuple[tuple[int, int, int, int, int], ...]
+    ops: tuple[_Op, ...]
     """Code, destination, operands. An operand r >= 0 is register r, -1 the number of uses, -2 - i scalar i."""
     num_registers: int
     num_states: int
-    counts_uses: bool
     scalars: Callable[..., Float[Array, " num_scalars"]] = dataclasses.field(repr=False)
     """A function from the optimizer's hyper to the program's scalars."""
+
+    @property
+    def counts_uses(self) -> bool:
+        """True if the step depends on the number of uses of the row."""
+        return any(-1 in operands for _, _, *operands in self.ops)
 
     def words(self) -> np.ndarray:
         """Returns the operations as the handler takes them: int32[5 * num_ops]."""
@@ -123,18 +131,23 @@ def compile_row_program(optimizer: Optimizer, dim: int) -> RowProgram:
     wanted = [((dim,), jnp.dtype("float32"))] + [((state.dim,), jnp.dtype("float32")) for state in states]
     if shapes != wanted:
         raise NotARowProgram(f"{what}: got outputs {shapes}, wanted the row and its states as they came, {wanted}.")
-    program = _Compiler(what, dim, len(states))
-    return program.run(closed, len(jax.tree.leaves(hyper)))
+
+    def compile_with(hyper: Any) -> tuple[tuple[_Op, ...], int, Float[Array, " num_scalars"]]:
+        return _Compiler(what, dim, len(states)).run(closed, jax.tree.leaves(hyper))
+
+    compiled: list[Any] = []
+    jax.eval_shape(lambda hyper: compiled.extend(compile_with(hyper)[:2]), hyper)
+    return RowProgram(*compiled, len(states), lambda hyper: compile_with(hyper)[2])
 
 
 # Compiling -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Global:
-    """A value that does not depend on the row: its number among those that XLA computes."""
+    """A value that XLA computes, since it does not depend on the row; one number may stand for a row of equal ones."""
 
-    number: int
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,31 +178,21 @@ class _NumUses:
 _Value = _Global | _Literal | _Row | _NumUses
 
 
-@dataclasses.dataclass(frozen=True)
-class _Maker:
-    """A function with which XLA computes a value from values with lesser numbers, and from the hyper."""
-
-    make: Callable[[dict[int, Any], Sequence[Any]], Any]
-    needed: tuple[int, ...]
-
-
 class _Compiler:
-    """A compiler of one jaxpr: operations in single assignment, then registers."""
+    """A compiler of one jaxpr: operations in single assignment, then registers.
+
+    It runs on the values of the hyper, so that what XLA computes is computed on the way: the operations and their
+    scalars depend on the jaxpr alone.
+    """
 
     def __init__(self, what: str, dim: int, num_states: int):
         self.what, self.dim, self.num_states = what, dim, num_states
         self.num_values = 2 + num_states
         self.steps: list[tuple[str, int, tuple[_Value, ...]]] = []
-        # Values that XLA computes, in order: each is a hyper, a constant, or the result of an equation.
-        self.globals: list[_Maker] = []
-        self.sizes: list[int] = []
 
-    def run(self, closed: Any, num_hyper: int) -> RowProgram:
-        leaves = closed.jaxpr.invars
-        inputs: list[_Value] = [_Row(i) for i in range(self.num_values)]
-        inputs.append(_NumUses())
-        for i in range(num_hyper):
-            inputs.append(self._global(lambda env, hyper, i=i: hyper[i], leaves[len(inputs)].aval))
+    def run(self, closed: Any, hyper: Sequence[Any]) -> tuple[tuple[_Op, ...], int, Float[Array, " num_scalars"]]:
+        """Returns the operations, the number of registers, and the scalars."""
+        inputs = [*map(_Row, range(self.num_values)), _NumUses(), *map(_Global, hyper)]
         return self._allocate(self._inline_closed(closed, inputs))
 
     # Equations to operations.
@@ -199,7 +202,7 @@ class _Compiler:
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> _Value:
-            return self._constant(atom.val) if isinstance(atom, jax_core.Literal) else env[atom]
+            return _constant(atom.val) if isinstance(atom, jax_core.Literal) else env[atom]
 
         for equation in jaxpr.eqns:
             values = [read(atom) for atom in equation.invars]
@@ -208,7 +211,7 @@ class _Compiler:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _inline_closed(self, closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
-        consts = [self._constant(const) for const in getattr(closed, "consts", ())]
+        consts = [_constant(const) for const in getattr(closed, "consts", ())]
         return self._inline(getattr(closed, "jaxpr", closed), consts, inputs)
 
     def _equation(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
@@ -216,10 +219,10 @@ class _Compiler:
         if (body := separable.called_function(equation)) is not None:
             return self._inline_closed(body, values)
         if not any(isinstance(value, (_Row, _NumUses)) for value in values):
-            if name in _SAME_VALUE and self._size_of(values[0]) == 1:
+            if name in _SAME_VALUE and _size_of(values[0]) == 1:
                 # A scalar made as long as a row is still that scalar.
                 return [values[0]]
-            return self._leave_to_xla(equation, values)
+            return _leave_to_xla(equation, values)
         self._refuse_integers(name, equation, values)
         if name == "cond":
             return self._both_branches(equation, values)
@@ -323,22 +326,14 @@ class _Compiler:
         chosen: list[_Value] = []
         for var, false, true in zip(equation.outvars, *results, strict=True):
             if not any(isinstance(value, (_Row, _NumUses)) for value in (index, false, true)):
-                chosen.append(self._choose_by_xla(index, false, true, var.aval))
+                where = jnp.where(jnp.asarray(index.value) != 0, true.value, false.value)
+                chosen.append(_Global(where.astype(var.aval.dtype)))
                 continue
             if jnp.issubdtype(var.aval.dtype, jnp.integer):
                 raise NotARowProgram(_NO_INTEGERS.format(what=self.what, name="cond", dtype=var.aval.dtype.name))
-            on_row = self._as_float(index) if isinstance(index, (_Global, _Literal)) else index
+            on_row = _Global(jnp.asarray(index.value).astype(jnp.float32)) if isinstance(index, _Global) else index
             chosen.append(self._emit("select", on_row, true, false))
         return chosen
-
-    def _choose_by_xla(self, index: _Value, false: _Value, true: _Value, aval: Any) -> _Global:
-        """Lets XLA choose between two values that do not depend on the row."""
-
-        def choose(env: dict[int, Any], hyper: Sequence[Any]) -> Any:
-            where, yes, no = (_value_of(value, env) for value in (index, true, false))
-            return jnp.where(jnp.asarray(where) != 0, yes, no).astype(aval.dtype)
-
-        return self._global(choose, aval, index, false, true)
 
     def _emit(self, name: str, *operands: _Value) -> _Row:
         result = _Row(self.num_values)
@@ -346,59 +341,9 @@ class _Compiler:
         self.steps.append((name, result.number, operands))
         return result
 
-    # Values that XLA computes.
-
-    def _global(self, make: Callable[[dict[int, Any], Sequence[Any]], Any], aval: Any, *needed: _Value) -> _Global:
-        numbers = tuple(value.number for value in needed if isinstance(value, _Global))
-        self.globals.append(_Maker(make, numbers))
-        self.sizes.append(int(np.prod(aval.shape)))
-        return _Global(len(self.globals) - 1)
-
-    def _constant(self, value: Any) -> _Value:
-        if np.ndim(value) == 0 and np.asarray(value).dtype in (np.float32, np.bool_):
-            return _Literal.of(value)
-        return self._global(lambda env, hyper: value, jax.typeof(value))
-
-    def _size_of(self, value: _Value) -> int:
-        return self.sizes[value.number] if isinstance(value, _Global) else 1
-
-    def _as_float(self, value: _Global | _Literal) -> _Value:
-        if isinstance(value, _Literal):
-            return value
-        return self._global(
-            lambda env, hyper: jnp.asarray(env[value.number]).astype(jnp.float32),
-            jax.ShapeDtypeStruct((), jnp.float32),
-            value,
-        )
-
-    def _leave_to_xla(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
-        atoms = [atom.aval for atom in equation.invars]
-
-        def bind(env: dict[int, Any], hyper: Sequence[Any]) -> list[Any]:
-            operands = []
-            for value, aval in zip(values, atoms, strict=True):
-                operand = _value_of(value, env)
-                # A scalar stands for an array of equal numbers.
-                if jnp.size(operand) == 1:
-                    operand = jnp.broadcast_to(jnp.asarray(operand, aval.dtype).reshape(()), aval.shape)
-                operands.append(operand)
-            params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*vary_alike(operands), **params)
-            return list(out) if equation.primitive.multiple_results else [out]
-
-        results = [var.aval for var in equation.outvars]
-        if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
-            # All numbers of an array are equal.
-            atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
-            results = [jax.ShapeDtypeStruct((), results[0].dtype)]
-        whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
-        return [
-            self._global(lambda env, hyper, i=i: env[whole.number][i], aval, whole) for i, aval in enumerate(results)
-        ]
-
     # Registers.
 
-    def _allocate(self, outputs: Sequence[_Value]) -> RowProgram:
+    def _allocate(self, outputs: Sequence[_Value]) -> tuple[tuple[_Op, ...], int, Float[Array, " num_scalars"]]:
         steps = self._fuse(self._select_live(outputs), outputs)
         steps += [("output", slot, (value,)) for slot, value in enumerate(outputs) if value != _Row(1 + slot)]
         last_use: dict[int, int] = {}
@@ -415,10 +360,8 @@ class _Compiler:
                 return place[value.number]
             if isinstance(value, _NumUses):
                 return -1
-            if self._size_of(value) != 1:
-                raise NotARowProgram(
-                    f"{self.what}: got an array of {self._size_of(value)} numbers besides the row, wanted scalars."
-                )
+            if (size := _size_of(value)) != 1:
+                raise NotARowProgram(f"{self.what}: got an array of {size} numbers besides the row, wanted scalars.")
             if value not in scalars:
                 scalars.append(value)
             return -2 - scalars.index(value)
@@ -442,9 +385,8 @@ class _Compiler:
         ):
             if count > most:
                 raise NotARowProgram(f"{self.what}: got {count} {of}, wanted at most {most}; make the step simpler.")
-        counts_uses = any(isinstance(value, _NumUses) for _, _, operands in steps for value in operands)
-        function = functools.partial(_scalars, tuple(self.globals), tuple(scalars))
-        return RowProgram(tuple(ops), num_registers, self.num_states, counts_uses, function)
+        values = [jnp.asarray(value.value).astype(jnp.float32).reshape(()) for value in scalars]
+        return tuple(ops), num_registers, jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
     def _select_live(self, outputs: Sequence[_Value]) -> list[tuple[str, int, tuple[_Value, ...]]]:
         needed = {value.number for value in outputs if isinstance(value, _Row)}
@@ -480,6 +422,33 @@ class _Compiler:
         return [step for step in fused if step[1] not in joined]
 
 
+# Values that XLA computes ---------------------------------------------------------------------------------------------
+
+
+def _constant(value: Any) -> _Global | _Literal:
+    is_literal = np.ndim(value) == 0 and np.asarray(value).dtype in (np.float32, np.bool_)
+    return _Literal.of(value) if is_literal else _Global(value)
+
+
+def _size_of(value: _Value) -> int:
+    return math.prod(np.shape(value.value)) if isinstance(value, _Global) else 1
+
+
+def _leave_to_xla(equation: Any, values: Sequence[_Global | _Literal]) -> list[_Value]:
+    # Where all numbers of every array are equal, one of each is enough.
+    is_narrow = equation.primitive.name in _ON_COLUMNS and all(_size_of(value) == 1 for value in values)
+    operands = []
+    for value, aval in zip(values, (atom.aval for atom in equation.invars), strict=True):
+        operand = value.value
+        if _size_of(value) == 1:
+            operand = jnp.asarray(operand, aval.dtype).reshape(())
+            operand = operand if is_narrow else jnp.broadcast_to(operand, aval.shape)
+        operands.append(operand)
+    params = equation.primitive.get_bind_params(equation.params)
+    out = equation.primitive.bind(*vary_alike(operands), **params)
+    return [_Global(value) for value in (out if equation.primitive.multiple_results else [out])]
+
+
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Makes operands vary over the same axes, as a primitive inside shard_map requires."""
     varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
@@ -488,26 +457,6 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
         jax.lax.pcast(operand, tuple(everything - axes), to="varying") if everything - axes else operand
         for operand, axes in zip(operands, varying, strict=True)
     ]
-
-
-def _value_of(value: _Value, env: dict[int, Any]) -> Any:
-    return env[value.number] if isinstance(value, _Global) else value.value
-
-
-def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence[Any]) -> Float[Array, " num_scalars"]:
-    if not wanted:
-        return jnp.zeros(1, jnp.float32)
-    needed = {value.number for value in wanted if isinstance(value, _Global)}
-    # A value needs only values before it.
-    for number in reversed(range(len(makers))):
-        if number in needed:
-            needed.update(makers[number].needed)
-    leaves = jax.tree.leaves(hyper)
-    env: dict[int, Any] = {}
-    for number in sorted(needed):
-        env[number] = makers[number].make(env, leaves)
-    values = [_value_of(value, env) for value in wanted]
-    return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
 
 
 def _num_operands(code: int) -> int:
