@@ -54,7 +54,7 @@ class Sgd(Limited):
         return () if self.momentum is None else (RowState("trace", dim, 0.0),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, states, _, (learning_rate,) = inputs
+        gradient, row, states, _, (learning_rate, _) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         if self.momentum is None:
             return RowOutputs(row - learning_rate * gradient, ())
@@ -161,7 +161,8 @@ class Adam(Limited):
     eps: float = not_negative(1e-8)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        corrections = bias_correction(step, self.b1), bias_correction(step, self.b2)
+        _, count = super().hyper(step, learning_rate)
+        corrections = bias_correction(count, self.b1), bias_correction(count, self.b2)
         return (learning_rate, self.b1, self.b2, self.eps, *corrections, 1 - self.b1, 1 - self.b2)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
@@ -171,9 +172,8 @@ class Adam(Limited):
         return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
 
 
-def bias_correction(step: Any, decay: float) -> Float[Array, ""]:
-    """Returns 1 - decay^t, t counting this update of the collection."""
-    count = jnp.asarray(step).astype(jnp.float32) + jnp.float32(1)
+def bias_correction(count: Float[Array, ""], decay: float) -> Float[Array, ""]:
+    """Returns 1 - decay^count; in a row program XLA computes it, once a step."""
     return 1 - jnp.float32(decay) ** count
 
 

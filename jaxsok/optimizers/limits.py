@@ -164,7 +164,8 @@ class Limited(Optimizer):
         return tuple(RowState(name, dim, 0.0) for name in self._states)
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        return (learning_rate,)
+        """Returns the learning rate, and the number of updates of the collection, this one included."""
+        return (learning_rate, jnp.asarray(step).astype(jnp.float32) + 1)
 
     def step_row(self, inputs: RowInputs) -> RowOutputs:
         return self._step(inputs) if self.limits is None else self.limits.around(self._step, inputs)

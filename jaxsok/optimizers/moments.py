@@ -4,7 +4,7 @@ All are row programs and lazy: a row that no key of the step uses keeps row and 
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -35,18 +35,16 @@ class AdamW(Limited):
     eps: float = positive(1e-8)
     weight_decay: float = not_negative(1e-4)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
         update, states = self._update(inputs)
         return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
 
     def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
         """Returns the update before the learning rate, weight decay included, and the moments."""
-        gradient, row, (m, v), _, (_, correct1, correct2) = inputs
+        gradient, row, (m, v), _, (_, count) = inputs
         m = average(m, gradient, self.b1)
         v = average(v, self._squares(gradient), self.b2)
+        correct1, correct2 = bias_correction(count, self.b1), bias_correction(count, self.b2)
         return (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
 
     def _squares(self, gradient: Array) -> Array:
@@ -92,17 +90,13 @@ class NAdam(AdamW):
     name: ClassVar[str] = "nadam"
     weight_decay: float = not_negative(0.0)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Returns the learning rate, the bias corrections, and the first moment's correction after the next step."""
-        next_step = jnp.asarray(step).astype(jnp.float32) + 1
-        return (*super().hyper(step, learning_rate), bias_correction(next_step, self.b1))
-
     def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
-        gradient, row, (m, v), _, (_, correct1, correct2, correct_ahead) = inputs
+        gradient, row, (m, v), _, (_, count) = inputs
         m = average(m, gradient, self.b1)
         v = average(v, gradient * gradient, self.b2)
+        correct1, correct_ahead = bias_correction(count, self.b1), bias_correction(count + 1, self.b1)
         ahead = self.b1 * (m / correct_ahead) + (1 - self.b1) * (gradient / correct1)
-        return ahead / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
+        return ahead / (jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps) + self.weight_decay * row, (m, v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +121,12 @@ class Adamax(Limited):
     eps: float = positive(1e-8)
     weight_decay: float = not_negative(0.0)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        return (learning_rate, bias_correction(step, self.b1))
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (m, u), _, (learning_rate, correct1) = inputs
+        gradient, row, (m, u), _, (learning_rate, count) = inputs
         m = average(m, gradient, self.b1)
         u = jnp.maximum(self.b2 * u, jnp.abs(gradient) + self.eps)
-        return RowOutputs(row - learning_rate * ((m / correct1) / u + self.weight_decay * row), (m, u))
+        update = (m / bias_correction(count, self.b1)) / u + self.weight_decay * row
+        return RowOutputs(row - learning_rate * update, (m, u))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +150,7 @@ class Lion(Limited):
     weight_decay: float = not_negative(1e-3)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (m,), _, (learning_rate,) = inputs
+        gradient, row, (m,), _, (learning_rate, _) = inputs
         update = jnp.sign(average(m, gradient, self.b1)) + self.weight_decay * row
         return RowOutputs(row - learning_rate * update, (average(m, gradient, self.b2),))
 

@@ -7,7 +7,7 @@ programs. A learning rate of zero, as a schedule may begin with, leaves a row an
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -79,7 +79,7 @@ class Ftrl(Limited):
         return jnp.power(accumulator, -self.learning_rate_power)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (accumulator, z), _, (learning_rate,) = inputs
+        gradient, row, (accumulator, z), _, (learning_rate, _) = inputs
         moves = learning_rate > 0
         rate = jnp.where(moves, learning_rate, 1.0)
         more = accumulator + gradient * gradient
@@ -145,18 +145,15 @@ class GroupAdam(Limited):
     l2: float = not_negative(0.0)
     l21: float = not_negative(0.0)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
         # The paper keeps z and adds m̂ - (q_t - q_{t-1}) * row. It is held_{t-1} - q_{t-1} * row before the step, so
         # keeping `held` gives the same without q_{t-1}, which a row last used in another step does not know.
-        gradient, row, (m, v, held), _, (learning_rate, correct1, correct2) = inputs
+        gradient, row, (m, v, held), _, (learning_rate, count) = inputs
         moves = learning_rate > 0
         m = average(m, gradient, self.b1)
         v = average(v, gradient * gradient, self.b2)
-        scale = (jnp.sqrt(v / correct2) + self.eps) / jnp.where(moves, learning_rate, 1.0)
-        z = held + m / correct1 - scale * row
+        scale = (jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps) / jnp.where(moves, learning_rate, 1.0)
+        z = held + m / bias_correction(count, self.b1) - scale * row
         new_row = _minimum(z, scale, self.l1, self.l2, self.l21)
         new_held = z + scale * new_row
         return RowOutputs(jnp.where(moves, new_row, row), (m, v, jnp.where(moves, new_held, held)))

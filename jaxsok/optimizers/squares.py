@@ -61,11 +61,9 @@ class RmsProp(Limited):
         more = ["m"] * self.centered + ["trace"] * (self.momentum is not None)
         return (RowState("v", dim, self.initial_scale), *(RowState(name, dim, 0.0) for name in more))
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        return (learning_rate, bias_correction(step, self.decay) if self.bias_correction else 1.0)
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (v, *others), _, (learning_rate, correct) = inputs
+        gradient, row, (v, *others), _, (learning_rate, count) = inputs
+        correct = bias_correction(count, self.decay)
         v = average(v, gradient * gradient, self.decay)
         states, square = [v], v / correct if self.bias_correction else v
         if self.centered:
@@ -106,7 +104,7 @@ class Adadelta(Limited):
     weight_decay: float = not_negative(0.0)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (v, u), _, (learning_rate,) = inputs
+        gradient, row, (v, u), _, (learning_rate, _) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         v = average(v, gradient * gradient, self.rho)
         update = jnp.sqrt(u + self.eps) / jnp.sqrt(v + self.eps) * gradient

@@ -73,7 +73,7 @@ class Lars(Limited):
     nesterov: bool = flag(False)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (trace,), _, (learning_rate,) = inputs
+        gradient, row, (trace,), _, (learning_rate, _) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         update = learning_rate * _scale_to_row(gradient, row, self.trust_coefficient, self.eps)
         update, trace = with_momentum(update, trace, self.momentum, self.nesterov)
