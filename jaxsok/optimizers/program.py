@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jax_core
 from jaxtyping import Array, Float
 
 from jaxsok.optimizers import separable
@@ -193,31 +192,17 @@ class _Compiler:
     def run(self, closed: Any, hyper: Sequence[Any]) -> tuple[tuple[_Op, ...], int, Float[Array, " num_scalars"]]:
         """Returns the operations, the number of registers, and the scalars."""
         inputs = [*map(_Row, range(self.num_values)), _NumUses(), *map(_Global, hyper)]
-        return self._allocate(self._inline_closed(closed, inputs))
+        return self._allocate(self._inline(closed, inputs))
 
     # Equations to operations.
 
-    def _inline(self, jaxpr: Any, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
-        env: dict[Any, _Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> _Value:
-            return _constant(atom.val) if isinstance(atom, jax_core.Literal) else env[atom]
-
-        for equation in jaxpr.eqns:
-            values = [read(atom) for atom in equation.invars]
-            results = self._equation(equation, values)
-            env.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _inline_closed(self, closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
-        consts = [_constant(const) for const in getattr(closed, "consts", ())]
-        return self._inline(getattr(closed, "jaxpr", closed), consts, inputs)
+    def _inline(self, closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        return separable.interpret(closed, inputs, _constant, self._equation)
 
     def _equation(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         name = equation.primitive.name
         if (body := separable.called_function(equation)) is not None:
-            return self._inline_closed(body, values)
+            return self._inline(body, values)
         if not any(isinstance(value, (_Row, _NumUses)) for value in values):
             if name in _SAME_VALUE and _size_of(values[0]) == 1:
                 # A scalar made as long as a row is still that scalar.
@@ -322,7 +307,7 @@ class _Compiler:
         if len(branches) != 2:
             raise NotARowProgram(f"{self.what}: got a choice of {len(branches)} branches, wanted 2.")
         index, *operands = values
-        results = [self._inline_closed(branch, operands) for branch in branches]
+        results = [self._inline(branch, operands) for branch in branches]
         chosen: list[_Value] = []
         for var, false, true in zip(equation.outvars, *results, strict=True):
             if not any(isinstance(value, (_Row, _NumUses)) for value in (index, false, true)):

@@ -5,15 +5,18 @@ followed from the inputs to the outputs. Feeds `lift.py`; knows nothing of Optax
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +64,26 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
     An axis is a promise: row i of the output is a function of row i of the inputs, the same for all i. `Coupled` names
     what may break that. No other axis may be as long as the block, `num_rows`.
     """
+    of_constant = functools.partial(_dependence_of_constant, num_rows=num_rows)
+    return interpret(closed, inputs, of_constant, functools.partial(_dependences_of_equation, num_rows=num_rows))
+
+
+def interpret(
+    closed: core.ClosedJaxpr,
+    inputs: Sequence[Value],
+    of_constant: Callable[[Any], Value],
+    of_equation: Callable[[Any, list[Value]], Sequence[Value]],
+) -> list[Value]:
+    """Runs a traced function on values of another kind: `of_equation` gives those of an equation's results."""
     jaxpr = closed.jaxpr
-    known: dict[Any, Dependence] = {}
-    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        known[var] = _dependence_of_constant(value, num_rows)
+    known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(of_constant, closed.consts), strict=True))
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Dependence:
-        return _dependence_of_constant(atom.val, num_rows) if isinstance(atom, core.Literal) else known[atom]
+    def read(atom: Any) -> Value:
+        return of_constant(atom.val) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
-        outs = _dependences_of_equation(eqn, [read(atom) for atom in eqn.invars], num_rows)
-        known.update(zip(eqn.outvars, outs, strict=True))
+        known.update(zip(eqn.outvars, of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
