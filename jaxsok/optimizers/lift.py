@@ -7,6 +7,7 @@ the store's, and whether a row's step needs any other row (separable.py). The st
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -128,8 +129,6 @@ class Lifted(Optimizer):
     learning_rate: None = dataclasses.field(default=None, init=False, repr=False)  # pyright: ignore
     tx: "optax.GradientTransformation"
     rowwise: bool = False
-    # Forms by dim: a memo of pure functions of the fields above.
-    _forms: dict[int, _Form] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         import optax
@@ -156,17 +155,14 @@ class Lifted(Optimizer):
             raise _refusal(f"its step of a row is no row program: {found}", remedy) from None
 
     def _form(self, dim: int) -> _Form:
-        if dim not in self._forms:
-            try:
-                with _arithmetic_of_optax():
-                    self._forms[dim] = _find_form(self.tx, dim, self.rowwise)
-            except jax.errors.JAXTypeError as error:
-                raise TypeError(
-                    "optim.lift: tx: got a transformation made of traced values; an optimizer is declared outside "
-                    "jit. Make it of numbers, with optax.inject_hyperparams, and pass the traced rate to "
-                    "collection.update(..., learning_rate=rate)."
-                ) from error
-        return self._forms[dim]
+        try:
+            return _find_form(self.tx, dim, self.rowwise)
+        except jax.errors.JAXTypeError as error:
+            raise TypeError(
+                "optim.lift: tx: got a transformation made of traced values; an optimizer is declared outside "
+                "jit. Make it of numbers, with optax.inject_hyperparams, and pass the traced rate to "
+                "collection.update(..., learning_rate=rate)."
+            ) from error
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         return self._form(dim).state_specs
@@ -261,6 +257,8 @@ def _stored_to_leaf(state: Array, leaf: _Leaf) -> Array:
 # The form of a transformation ----------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
+@_arithmetic_of_optax()
 def _find_form(tx: Any, dim: int, rowwise: bool) -> _Form:
     """Finds the form of a transformation's state; raises the errors of `lift`."""
     import optax

@@ -89,18 +89,16 @@ class Limits:
     bounds rows when they are read.
     """
 
-    clip_value: float | None = None
+    clip_value: float | None = checks.declare(None, checks.optional(_POSITIVE))
     """Each number of a row gradient lies in [-clip_value, clip_value]."""
-    clip_row_norm: float | None = None
+    clip_row_norm: float | None = checks.declare(None, checks.optional(_POSITIVE))
     """A row gradient of greater L2 norm is scaled down to it."""
     adaptive_clip: AdaptiveClip | None = None
-    max_row_norm: float | None = None
+    max_row_norm: float | None = checks.declare(None, checks.optional(_POSITIVE))
     """A row of greater L2 norm after a step is scaled down to it. For rows of 16 bits, before they are rounded."""
 
     def __post_init__(self) -> None:
-        for name in ("clip_value", "clip_row_norm", "max_row_norm"):
-            if getattr(self, name) is not None:
-                checks.field(self, "Limits", name, _POSITIVE)
+        checks.check_fields(self, "Limits")
         if not isinstance(self.adaptive_clip, AdaptiveClip | None):
             raise TypeError(
                 f"Limits: adaptive_clip: got {self.adaptive_clip!r}, wanted None or optim.AdaptiveClip(ratio, lower)."
