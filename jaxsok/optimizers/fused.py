@@ -95,16 +95,18 @@ class Adagrad(Limited):
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         return (RowState("accumulator", dim, self.initial_accumulator_value),)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+    def _kernel_hyper(self, learning_rate: Any, count: Float[Array, ""]) -> tuple[Any, ...]:
         return (learning_rate, self.eps)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
+        gradient, row, (accumulator,), _, (learning_rate, _) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         accumulator = accumulator + gradient * gradient
-        root = jnp.sqrt(accumulator + eps) if self.eps_in_sqrt else jnp.sqrt(accumulator) + eps
-        inverse = jnp.where(accumulator > 0, 1 / root, 0.0)
+        inverse = jnp.where(accumulator > 0, 1 / self._root(accumulator), 0.0)
         return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
+
+    def _root(self, squares: Array) -> Array:
+        return jnp.sqrt(squares + self.eps) if self.eps_in_sqrt else jnp.sqrt(squares) + self.eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +129,10 @@ class RowwiseAdagrad(Adagrad):
         return (RowState("accumulator", 1, self.initial_accumulator_value),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
+        gradient, row, (accumulator,), _, (learning_rate, _) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         accumulator = accumulator + jnp.mean(gradient * gradient)
-        root = jnp.sqrt(accumulator + eps) if self.eps_in_sqrt else jnp.sqrt(accumulator) + eps
-        return RowOutputs(row - learning_rate / root * gradient, (accumulator,))
+        return RowOutputs(row - learning_rate / self._root(accumulator) * gradient, (accumulator,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,16 +161,29 @@ class Adam(Limited):
     b2: float = share(0.999)
     eps: float = not_negative(1e-8)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        _, count = super().hyper(step, learning_rate)
+    def _kernel_hyper(self, learning_rate: Any, count: Float[Array, ""]) -> tuple[Any, ...]:
         corrections = bias_correction(count, self.b1), bias_correction(count, self.b2)
         return (learning_rate, self.b1, self.b2, self.eps, *corrections, 1 - self.b1, 1 - self.b2)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        gradient, row, (m, v), _, (learning_rate, b1, b2, eps, correct1, correct2, rest1, rest2) = inputs
-        m = b1 * m + rest1 * gradient
-        v = b2 * v + rest2 * (gradient * gradient)
-        return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
+        update, states = self._update(inputs)
+        return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
+
+    def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
+        """Returns the update before the learning rate, and the moments."""
+        gradient, _, (m, v), _, (_, count) = inputs
+        m = average(m, gradient, self.b1)
+        v = average(v, self._squares(gradient), self.b2)
+        root = jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps
+        return self._direction(m, gradient, count) / root, (m, v)
+
+    def _squares(self, gradient: Array) -> Array:
+        """Returns the squares that the second moment averages."""
+        return gradient * gradient
+
+    def _direction(self, m: Array, gradient: Array, count: Array) -> Array:
+        """Returns the first moment, corrected."""
+        return m / bias_correction(count, self.b1)
 
 
 def bias_correction(count: Float[Array, ""], decay: float) -> Float[Array, ""]:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxsok.optimizers.fused import average, bias_correction
+from jaxsok.optimizers.fused import Adam, average, bias_correction
 from jaxsok.optimizers.limits import Limited, function_of, not_negative, positive, share
-from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.protocol import PROGRAM, RowInputs, RowOutputs, RowState
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamW(Limited):
+class AdamW(Adam):
     """Lazy Adam with decoupled weight decay: `row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`.
 
     The moments are those of `adam`. Lazy: a row shrinks only in the steps that use it; dense AdamW shrinks all rows in
@@ -28,28 +28,14 @@ class AdamW(Limited):
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019; the form of `optax.adamw`.
     """
 
+    _own_kernel: ClassVar[int] = PROGRAM
     name: ClassVar[str] = "adamw"
-    _states: ClassVar[tuple[str, ...]] = ("m", "v")  # first and second moment of each column
-    b1: float = share(0.9)
-    b2: float = share(0.999)
     eps: float = positive(1e-8)
     weight_decay: float = not_negative(1e-4)
 
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        update, states = self._update(inputs)
-        return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
-
     def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
-        """Returns the update before the learning rate, weight decay included, and the moments."""
-        gradient, row, (m, v), _, (_, count) = inputs
-        m = average(m, gradient, self.b1)
-        v = average(v, self._squares(gradient), self.b2)
-        correct1, correct2 = bias_correction(count, self.b1), bias_correction(count, self.b2)
-        return (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
-
-    def _squares(self, gradient: Array) -> Array:
-        """Returns the squares that the second moment averages."""
-        return gradient * gradient
+        update, states = super()._update(inputs)
+        return update + self.weight_decay * inputs.row, states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +76,9 @@ class NAdam(AdamW):
     name: ClassVar[str] = "nadam"
     weight_decay: float = not_negative(0.0)
 
-    def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
-        gradient, row, (m, v), _, (_, count) = inputs
-        m = average(m, gradient, self.b1)
-        v = average(v, gradient * gradient, self.b2)
-        correct1, correct_ahead = bias_correction(count, self.b1), bias_correction(count + 1, self.b1)
-        ahead = self.b1 * (m / correct_ahead) + (1 - self.b1) * (gradient / correct1)
-        return ahead / (jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps) + self.weight_decay * row, (m, v)
+    def _direction(self, m: Array, gradient: Array, count: Array) -> Array:
+        correct, correct_ahead = bias_correction(count, self.b1), bias_correction(count + 1, self.b1)
+        return self.b1 * (m / correct_ahead) + (1 - self.b1) * (gradient / correct)
 
 
 @dataclasses.dataclass(frozen=True)

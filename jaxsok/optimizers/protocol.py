@@ -99,7 +99,7 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Returns the scalars of step uint32[]; a kernel of its own reads at most NUM_HYPER."""
+        """Returns the scalars of step uint32[]."""
 
     @abc.abstractmethod
     def step_row(self, inputs: RowInputs) -> RowOutputs:
@@ -136,6 +136,9 @@ class Optimizer(abc.ABC):
 
     def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
         """Returns the hyper-parameter operand of one step, for a kernel of its own."""
-        hyper = self.hyper(step, self.rate_at(step, learning_rate))
-        words = [jnp.asarray(word, jnp.float32) for word in hyper]
-        return jnp.stack(words + [jnp.zeros((), jnp.float32)] * (NUM_HYPER - len(words)))
+        words = self._kernel_hyper(*self.hyper(step, self.rate_at(step, learning_rate)))
+        return jnp.stack([jnp.asarray(word, jnp.float32) for word in words + (0.0,) * (NUM_HYPER - len(words))])
+
+    def _kernel_hyper(self, *hyper: Any) -> tuple[Any, ...]:
+        """Returns what a kernel of its own reads, made of the hyper: at most NUM_HYPER words."""
+        return hyper
