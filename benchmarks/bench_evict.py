@@ -137,8 +137,8 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
         del flags
         filled.require_rows(num_rows - num_gone)
         _renew(filled, begin, num_gone, 2 * number + 1)
-        call = functools.partial(evict._evict, (leaving,), (filled.store,), filled.state.seed, clock, (kept,), (None,))
-        ms, ((filled.store, _),) = _time(call)
+        call = functools.partial(evict.evict, {0: leaving}, (filled.store,), filled.state.seed, clock, {0: kept})
+        ms, ((filled.store,), _) = _time(call)
         samples[records.EVICT].append(ms)
         filled.require_rows(num_rows - num_gone)
         begin += 2 * num_gone

@@ -193,17 +193,6 @@ def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""
     return jnp.zeros(num_shards, jnp.uint32).at[order].set(shares)[shards.index()]
 
 
-def _select_part(
-    leaving: Leaving, store: StoreState, is_used: Array | None, seed: Array, clock: Array, num_rows: Array
-) -> tuple[Array, Array]:
-    spec, shards = leaving.spec, leaving.shards
-    num_kept = num_rows
-    if leaving.policy.has_score and leaving.is_shared and shards.is_mesh and not spec.is_replicated:
-        mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
-        num_kept = share_of(shards, num_rows, mine.sum(dtype=jnp.uint32))
-    return select(spec, store, seed, leaving.policy, clock, num_kept, leaving.number, is_used)
-
-
 def _release_part(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
     shards, old = leaving.shards, store.generation
     store, num_released = release(leaving.spec, store, flags)
@@ -219,44 +208,31 @@ def _select(
     leaving: Leaving, store: StoreState, seed: Array, clock: Array, num_rows: Array, is_used: Array | None
 ) -> tuple[Array, Array]:
     """Returns flags for all shards, and by shard and table how many rows the policy chose."""
-    split = leaving.shards.spec
-    args = (store, is_used, seed, clock, num_rows)
-    return leaving.shards.run(functools.partial(_select_part, leaving), args, (split, split, P(), P(), P()), split)
+    spec, shards = leaving.spec, leaving.shards
+
+    def select_part(
+        store: StoreState, is_used: Array | None, seed: Array, clock: Array, num_kept: Array
+    ) -> tuple[Array, Array]:
+        if leaving.policy.has_score and leaving.is_shared and shards.is_mesh and not spec.is_replicated:
+            mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
+            num_kept = share_of(shards, num_kept, mine.sum(dtype=jnp.uint32))
+        return select(spec, store, seed, leaving.policy, clock, num_kept, leaving.number, is_used)
+
+    in_specs = (shards.spec, shards.spec, P(), P(), P())
+    return shards.run(select_part, (store, is_used, seed, clock, num_rows), in_specs, shards.spec)
 
 
-# One program for all stores: if a policy's scores are refused, no store has changed.
+# One program for all stores: if it cannot be made, no store has changed.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _release(
     leaving: tuple[Leaving, ...], stores: tuple[StoreState, ...], flags: tuple[Array, ...]
 ) -> tuple[tuple[StoreState, Array], ...]:
-    return tuple(_on_shards(_release_part, *args) for args in zip(leaving, stores, flags, strict=True))
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _evict(
-    leaving: tuple[Leaving, ...],
-    stores: tuple[StoreState, ...],
-    seed: Array,
-    clock: Array,
-    num_rows: tuple[Array, ...],
-    is_used: tuple[Array | None, ...],
-) -> tuple[tuple[StoreState, Array], ...]:
-    def body(leaving: Leaving, store: StoreState, is_used: Array | None, *same: Array) -> tuple[StoreState, Array]:
-        flags, _ = _select_part(leaving, store, is_used, *same)
-        return _release_part(leaving, store, flags)
-
-    parts = zip(leaving, stores, num_rows, is_used, strict=True)
-    return tuple(_on_shards(body, rule, store, used, seed, clock, num_kept) for rule, store, num_kept, used in parts)
-
-
-def _on_shards(
-    body: Callable, leaving: Leaving, store: StoreState, flags: Array | None, *same: Array
-) -> tuple[StoreState, Array]:
-    """Calls `body` on the shards of a store, which get their parts of flags and the same other arguments."""
-    shards = leaving.shards
-    body = functools.partial(body, leaving)
-    specs = (shards.spec, shards.spec, *[P()] * len(same))
-    return shards.run(body, (store, flags, *same), specs, (shards.spec, P()))
+    released = []
+    for rule, store, of_store in zip(leaving, stores, flags, strict=True):
+        split = rule.shards.spec
+        part = functools.partial(_release_part, rule)
+        released.append(rule.shards.run(part, (store, of_store), (split, split), (split, P())))
+    return tuple(released)
 
 
 def evict(
@@ -275,16 +251,15 @@ def evict(
     """
     clock = jnp.asarray(clock, jnp.uint32)
     used = is_used or {}
-    budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
-    rules, old = tuple(leaving.values()), tuple(stores[s] for s in leaving)
-    if hand_over is None:
-        results = _evict(rules, old, seed, clock, tuple(budgets.values()), tuple(used.get(s) for s in leaving))
-    else:
-        flags = [_select(rule, stores[s], seed, clock, budgets[s], used.get(s))[0] for s, rule in leaving.items()]
-        for rule, store, of_store in zip(rules, old, flags, strict=True):
-            for name, records in selected_records(rule.spec, store, seed, of_store):
+    flags = []
+    for s, rule in leaving.items():
+        num_kept = jnp.asarray(num_rows.get(s, 0), jnp.uint32)
+        flags.append(_select(rule, stores[s], seed, clock, num_kept, used.get(s))[0])
+    if hand_over is not None:
+        for (s, rule), of_store in zip(leaving.items(), flags, strict=True):
+            for name, records in selected_records(rule.spec, stores[s], seed, of_store):
                 hand_over(name, records)
-        results = _release(rules, old, tuple(flags))
+    results = _release(tuple(leaving.values()), tuple(stores[s] for s in leaving), tuple(flags))
     new, counts = list(stores), {}
     for s, (store, num_evicted) in zip(leaving, results, strict=True):
         new[s], counts[s] = store, num_evicted
