@@ -8,7 +8,6 @@ that agree in them share a recipe, so that Python takes little time for each bat
 whose samples share bags, numbers of unusual dtypes), and raise the errors of batches that the library refuses.
 """
 
-import abc
 import ctypes
 import dataclasses
 import functools
@@ -157,15 +156,6 @@ class _Place(NamedTuple):
     itemsize: int
     """Bytes of a key: 8, or 4 where low words travel."""
 
-    @classmethod
-    def reserve(cls, memory: _Memory, store: Sequence[_Source], sizes: Sequence[int], may_narrow: bool) -> "_Place":
-        num_keys = sum(sizes)
-        num_weights = sum(size for source, size in zip(store, sizes, strict=True) if source.spec.weighted)
-        itemsize = 4 if store and may_narrow and all(source.is_narrow for source in store) else 8
-        return cls(
-            memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights), num_keys, num_weights, itemsize
-        )
-
 
 _Unsigned = tuple[tuple[int, int, int], ...]
 """Features of a store with unsigned keys: the place of their keys, their number, and the offset that ends them (never
@@ -263,30 +253,42 @@ class Packing(NamedTuple):
     """The features of each store whose keys are widened with zeros; None: the keys of the store are wide."""
 
 
-class HostPacker(abc.ABC):
-    """Packs raw batches into host memory; keeps this memory, and recipes for batches like the last ones."""
+class HostPacker:
+    """Packs raw batches into host memory; keeps this memory, and recipes for batches like the last ones.
 
-    num_threads: int
+    It knows the shards by number, and no devices: it packs in any process, and can be pickled.
+    """
+
+    num_threads: int = 1
     """Threads that pack a batch, the caller's among them."""
-    num_shards: int
-    num_processes: int
+    is_narrow: bool | None = None
+    """True makes keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
+    is_split: bool = False
+    """True if a process that has only this packer packs for all shards."""
 
-    def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str):
-        self.num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._declared = self._stores, self._features, self._tag = tuple(stores), tuple(features), tag
+    def __init__(
+        self,
+        stores: Sequence[StoreSpec],
+        features: Sequence[FeatureSpec],
+        tag: str,
+        numbers: Sequence[int],
+        num_shards: int,
+        num_processes: int,
+    ):
+        self._stores, self._features, self._tag = tuple(stores), tuple(features), tag
+        self._numbers, self._num_shards, self._num_processes = numbers, num_shards, num_processes
         self._of_store = [features_lib.features_of(store, features) for store in stores]
         self._recipes: dict[Any, _Recipe | None] = {}
         self._sized: dict[Any, _Sized | None] = {}
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
         self._buffers: HostBuffers | None = None
 
-    @abc.abstractmethod
-    def numbers(self) -> Sequence[int]:
-        """Returns the numbers of this process's shards."""
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_recipes": {}, "_sized": {}, "_layouts": {}, "_buffers": None}
 
-    @abc.abstractmethod
     def may_narrow(self) -> bool:
         """Returns whether keys of at most 32 bits travel as 32 bits and are widened on the device."""
+        return bool(self.is_narrow)
 
     def _client(self) -> Any:
         """Returns JAX's client of the GPUs that copy from the memory; None: there are none."""
@@ -315,7 +317,7 @@ class HostPacker(abc.ABC):
         raw = adapters.convert_features(raw, self._features)
         features_lib.require_features(raw, self._features)
         counts = (features_lib.count_samples(raw[spec.name]) for spec in self._features)
-        num_parts = len(self.numbers()) if is_split else 1
+        num_parts = len(self._numbers) if is_split else 1
         return max(1, -(-next(filter(None, counts), 1) // num_parts)) * num_parts
 
     def start_checked(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Begun:
@@ -349,8 +351,8 @@ class HostPacker(abc.ABC):
 
     def _make_recipe(self, given: _Given, pad_to: int | None, is_split: bool) -> _Recipe | None:
         """Describes a batch by types and shapes; returns None where NumPy has to read it, or to say what is wrong."""
-        numbers = self.numbers() if is_split else [0]
-        num_parts, num_shards = len(numbers), self.num_shards if is_split else 1
+        numbers = self._numbers if is_split else [0]
+        num_parts, num_shards = len(numbers), self._num_shards if is_split else 1
         specs = [spec for store in self._of_store for spec in store]
         sources = []
         for spec, arrays in zip(specs, given.by_feature(specs), strict=True):
@@ -363,7 +365,7 @@ class HostPacker(abc.ABC):
             return None
         ragged = [source for source in sources if source.kind]
         free = [i for i, source in enumerate(ragged) if not source.size]
-        if free and is_split and self.num_processes > 1:
+        if free and is_split and self._num_processes > 1:
             return None  # no size can be agreed on
         remaining = iter(sources)
         stores = [[next(remaining) for _ in store] for store in self._of_store]
@@ -406,33 +408,38 @@ class HostPacker(abc.ABC):
 
     def _size(self, recipe: _Recipe, sizes: tuple[int, ...]) -> _Sized | None:
         """Lays out keys, with these sizes for the features without one; returns None for too many keys."""
-        memory, places, keys = _Memory(len(recipe.numbers)), [], []
+        memory, places, keys, layouts, unsigned = _Memory(len(recipe.numbers)), [], [], [], []
         following, bags = iter(sizes), iter(recipe.bags)
-        all_sizes = [[source.size or next(following) for source in store] for store in recipe.stores]
-        for store, of_store in zip(recipe.stores, all_sizes, strict=True):
-            place = _Place.reserve(memory, store, of_store, recipe.may_narrow)
+        bags_of_part = recipe.num_bags // len(recipe.numbers)
+        for spec, store in zip(self._stores, recipe.stores, strict=True):
+            parts = [_part(source, source.size or next(following), bags_of_part) for source in store]
+            num_keys = sum(part.words.shape[0] for part in parts)
+            num_weights = sum(part.words.shape[0] for part in parts if part.weights is not None)
+            if num_keys >= 2**31:
+                return None
+            is_narrow = bool(store) and recipe.may_narrow and all(source.is_narrow for source in store)
+            itemsize = 4 if is_narrow else 8
+            place = _Place(
+                memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights), num_keys, num_weights, itemsize
+            )
             places.append(place)
-            keys_at, weights_at = place.keys, place.weights
-            for source, size in zip(store, of_store, strict=True):
-                places_of_part = {"size": size, "packed": keys_at, "packed_weights": weights_at}
-                if source.kind:
-                    of_bags = next(bags)
-                    places_of_part |= {"ends": of_bags["ends"], "offsets": of_bags["offsets"]}
-                keys.append(source.of_keys | places_of_part | {"is_narrow": place.itemsize == 4})
-                keys_at += place.itemsize * size
-                weights_at += 4 * size if source.spec.weighted else 0
-        if any(place.num_keys >= 2**31 for place in places):
-            return None
-        items = _make_items(kernel.KEYS, keys)
-        items["part_bytes"] = memory.part_bytes
-        layouts, unsigned = [], []
-        of_part = recipe.num_bags // len(recipe.numbers)
-        for spec, store, of_store, place in zip(self._stores, recipe.stores, all_sizes, places, strict=True):
-            parts = [_part(source, size, of_part) for source, size in zip(store, of_store, strict=True)]
             made = features_lib.layouts_of(spec, parts)
             # One object for equal layouts: JAX compares them for each batch.
             layouts.append(_keep(self._layouts, made, lambda made=made: made))
-            unsigned.append(_unsigned_of(store, layouts[-1]) if place.itemsize == 4 else None)
+            unsigned.append(_unsigned_of(store, made) if is_narrow else None)
+            for source, layout in zip(store, made, strict=True):
+                places_of_part = {
+                    "size": layout.num_keys,
+                    "is_narrow": is_narrow,
+                    "packed": place.keys + itemsize * layout.key_start,
+                    "packed_weights": place.weights + 4 * max(0, layout.weights_start),
+                }
+                if source.kind:
+                    of_bags = next(bags)
+                    places_of_part |= {"ends": of_bags["ends"], "offsets": of_bags["offsets"]}
+                keys.append(source.of_keys | places_of_part)
+        items = _make_items(kernel.KEYS, keys)
+        items["part_bytes"] = memory.part_bytes
         return _Sized(memory, places, items, layouts, tuple(unsigned))
 
     def _follow(self, recipe: _Recipe, given: _Given, begun: Begun) -> Begun:
@@ -514,20 +521,14 @@ class HostPacker(abc.ABC):
 class Packer(HostPacker):
     """Packs the raw batches of one collection, and sends them to its devices."""
 
-    is_narrow: bool | None = None
-    """True makes keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
-
     def __init__(self, stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str, shards: Shards):
-        super().__init__(stores, features, tag)
-        self.num_shards, self.num_processes = shards.num_shards, shards.num_processes  # a mesh counts its devices
+        super().__init__(stores, features, tag, shards.local(), shards.num_shards, shards.num_processes)
+        self.num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._shards = shards
         widen = functools.partial(_widen, shards)
         self._widen = jax.jit(widen, static_argnums=0)
         if isinstance(shards, MeshShards):
             self._widen = jax.jit(widen, static_argnums=0, out_shardings=shards.place(2))
-
-    def numbers(self) -> Sequence[int]:
-        return self._shards.local()
 
     def may_narrow(self) -> bool:
         return self._device().platform != "cpu" if self.is_narrow is None else self.is_narrow
@@ -550,7 +551,7 @@ class Packer(HostPacker):
         if not isinstance(raw, HostBatch):
             return self.start(raw, pad_to, is_split)
         made_for = (raw.tag, raw.num_parts, raw.is_split, raw.pad_to)
-        if made_for != (wanted := (self._tag, len(self.numbers()) if raw.is_split else 1, is_split, pad_to)):
+        if made_for != (wanted := (self._tag, len(self._numbers) if raw.is_split else 1, is_split, pad_to)):
             raise ValueError(
                 f"batch: raw: got a batch packed for (collection, shards of a process, mesh, pad_to) = {made_for}, "
                 f"wanted {wanted}; make the PackBatch of this collection, in this process."
@@ -568,10 +569,10 @@ class Packer(HostPacker):
         """Begins the copy of a batch to the devices; NumPy's are there."""
         if isinstance(packed, Batch):
             return Packing(packed, ())
-        numbers, pad_to = self.numbers() if packed.is_split else [0], packed.pad_to
+        pad_to = packed.pad_to
         if packed.is_split:
             arrays = [
-                [parts and self._shards.put(dict(zip(numbers, parts, strict=True))) for parts in of_store]
+                [parts and self._shards.put(dict(zip(self._numbers, parts, strict=True))) for parts in of_store]
                 for of_store in packed.arrays
             ]
         else:
@@ -584,7 +585,7 @@ class Packer(HostPacker):
             rest, mask = split_lib.split_rest(rest, mask, pad_to or packed.num_samples, self._shards)
         elif mask is not None:
             mask = jnp.asarray(mask)
-        return Packing(Batch(Features(stores, self._tag, self.num_shards), rest, mask), packed.unsigned)
+        return Packing(Batch(Features(stores, self._tag, self._num_shards), rest, mask), packed.unsigned)
 
     def finish(self, packing: Packing) -> Batch:
         """Widens keys of 32 bits, by a program that waits for the copy: dispatch the step before it first."""
@@ -605,37 +606,15 @@ class Packer(HostPacker):
         if is_split:
             return split_lib.pack_for_shards(raw, self._stores, self._features, self._tag, self._shards, mask)
         batch = features_lib.pack(raw, self._stores, self._features, self._tag)
-        features = dataclasses.replace(batch.features, num_parts=self._shards.num_shards)
+        features = dataclasses.replace(batch.features, num_parts=self._num_shards)
         return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
 
-    def for_workers(self) -> "WorkerPacker":
-        """Returns a packer that makes the same batches without devices, and that can be pickled."""
-        is_split = not self._shards.sees_parts()
-        numbers = list(self.numbers()) if is_split else [0]
-        shards = (numbers, self.num_shards, self.num_processes, is_split, self.may_narrow())
-        return WorkerPacker(self._declared, shards)
-
-
-class WorkerPacker(HostPacker):
-    """Packs raw batches with one thread, in any process: it knows the shards by number, and no devices."""
-
-    def __init__(
-        self,
-        declared: tuple[Sequence[StoreSpec], Sequence[FeatureSpec], str],
-        shards: tuple[Sequence[int], int, int, bool, bool],
-    ):
-        super().__init__(*declared)
-        self.num_threads, self._shards = 1, shards
-        self._numbers, self.num_shards, self.num_processes, self.is_split, self._may_narrow = shards
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerPacker, (self._declared, self._shards)
-
-    def numbers(self) -> Sequence[int]:
-        return self._numbers
-
-    def may_narrow(self) -> bool:
-        return self._may_narrow
+    def for_workers(self) -> HostPacker:
+        """Returns a packer that makes the same batches without devices, with one thread, and that can be pickled."""
+        shards = self._numbers, self._num_shards, self._num_processes
+        packer = HostPacker(self._stores, self._features, self._tag, *shards)
+        packer.is_split, packer.is_narrow = not self._shards.sees_parts(), self.may_narrow()
+        return packer
 
 
 def _copy(items: np.ndarray) -> np.ndarray:
