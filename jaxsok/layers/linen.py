@@ -126,22 +126,18 @@ class Embeddings(nn.Module):
                 f'Embeddings: mutable: got no "{_PLANS if is_mutable else _TABLES}", wanted '
                 f'mutable=["{_TABLES}", "{_PLANS}"] in training; or deterministic=True.'
             )
-        num_waiting = self.get_variable(_TABLES, "waiting").num_lookups if self.has_variable(_TABLES, "waiting") else 0
-        if self.has_variable(_PLANS, "lookups"):
-            lookups = self.get_variable(_PLANS, "lookups")
-            plans, num_before = lookups.plans, lookups.num_before
-        else:
-            plans, num_before = (), num_waiting
-        taps = self.get_variable(_TAPS, "taps") if self.has_variable(_TAPS, "taps") else ()
-        if len(plans) >= len(taps):
+        num_waiting = self.get_variable(_TABLES, "waiting", _Waiting(0)).num_lookups
+        lookups = self.get_variable(_PLANS, "lookups", _Lookups((), self.collection, num_waiting))
+        taps, number = self.get_variable(_TAPS, "taps", ()), len(lookups.plans)
+        if number >= len(taps):
             raise ValueError(
                 f"Embeddings: got a lookup in training with taps for {len(taps)}, wanted taps for each; pass "
                 f'"{_TAPS}": zero_taps(model, variables, ...) among the variables, and "{_PLANS}" in `mutable` alone.'
             )
-        embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[len(plans)])
+        embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[number])
         self.put_variable(_TABLES, "state", state)
         self.put_variable(_TABLES, "waiting", _Waiting(num_waiting + 1))
-        self.put_variable(_PLANS, "lookups", _Lookups((*plans, plan), self.collection, num_before))
+        self.put_variable(_PLANS, "lookups", dataclasses.replace(lookups, plans=(*lookups.plans, plan)))
         return embeddings
 
 
@@ -186,13 +182,12 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
             "zero_taps: model: got one that looks nothing up in this call, wanted jaxsok.layers.linen.Embeddings "
             "called in training."
         )
-    taps: dict[str, Any] = {}
-    for path, lookups in found.items():
-        node = taps
-        for name in path:
-            node = node.setdefault(name, {})
-        node["taps"] = tuple(tap.zero_taps(collection, features) for collection, features in lookups)
-    return taps
+    return unflatten_dict(
+        {
+            (*path, "taps"): tuple(tap.zero_taps(collection, features) for collection, features in lookups)
+            for path, lookups in found.items()
+        }
+    )
 
 
 def apply_updates(

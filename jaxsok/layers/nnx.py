@@ -46,13 +46,6 @@ class PlanVariable(nnx.Variable):
     """The plans of the lookups since the last update."""
 
 
-class _Probe:
-    """Records what a layer is asked for while a loss is traced for its lookups only."""
-
-    def __init__(self):
-        self.features: list[Any] = []
-
-
 class Embeddings(nnx.Module):
     """The tables of a collection as a layer: features in, embeddings by feature out.
 
@@ -93,7 +86,8 @@ class Embeddings(nnx.Module):
         # What a step leaves behind is what it found, nothing, so one program serves all steps.
         self.taps = TapVariable(())
         self.plans = PlanVariable(())
-        self._probe: _Probe | None = None
+        # Called with what the layer is asked for, while a loss is traced for its lookups only.
+        self._record: Callable[[Any], None] | None = None
 
     def __call__(self, features: Features | Plan, *, deterministic: bool | None = None) -> dict[str, Array]:
         """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`.
@@ -108,8 +102,8 @@ class Embeddings(nnx.Module):
         """
         if self.deterministic if deterministic is None else deterministic:
             return self.find(features)[0]
-        if self._probe is not None:
-            self._probe.features.append(features)
+        if self._record is not None:
+            self._record(features)
             return tap.zero_taps(self.collection, features)
         taps, plans = self.taps.get_value(), self.plans.get_value()
         if len(plans) >= len(taps):
@@ -332,18 +326,19 @@ def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[t
 def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:
     """Finds the shapes of what `f` asks of each layer of the model, `args[0]`, in order."""
     graphdef, state = nnx.split((args, dict(kwargs)))
-    probes: dict[tuple[Any, ...], _Probe] = {}
+    found: dict[tuple[Any, ...], list[Any]] = {}
 
     def probe() -> None:
         # A copy keeps what f does to its modules from them. Nothing is an argument of what is traced: a flag stays one.
         args, kwargs = nnx.merge(graphdef, state, copy=True)
         for path, layer in _layers(args[0]):
-            probes[path] = layer._probe = _Probe()
+            found[path] = []
+            layer._record = found[path].append
         f(*args, **kwargs)
 
     jax.eval_shape(probe)
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-    return {path: [jax.tree.map(shape, features) for features in probe.features] for path, probe in probes.items()}
+    return {path: jax.tree.map(shape, asked) for path, asked in found.items()}
 
 
 def _value_and_grad_of_tree(f: Callable, wrt: Any, has_aux: bool, model: Any, args: tuple, kwargs: Any) -> Any:

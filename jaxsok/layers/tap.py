@@ -56,12 +56,9 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
         for layout in part.layouts:
             num_lines, *others = layout.embedding_shape
             shape = (num_lines * (features.num_parts if is_global else 1), *others, spec.dim)
-            if is_global:
-                # Outside jit made where they belong; inside, on an explicit mesh, of the embeddings' type.
-                zeros = jnp.zeros(shape, spec.embedding_dtype, device=shards.place(len(shape)))
-                taps[layout.name] = shards.reshard(shards.spec, zeros)
-            else:
-                taps[layout.name] = jnp.zeros(shape, spec.embedding_dtype)
+            # On a mesh, outside jit made where they belong; inside, if it is explicit, of the embeddings' type.
+            zeros = jnp.zeros(shape, spec.embedding_dtype, device=shards.place(len(shape)) if is_global else None)
+            taps[layout.name] = shards.reshard(shards.spec, zeros) if is_global else zeros
     return taps
 
 
