@@ -350,19 +350,17 @@ def pack_stores(
 ) -> tuple[StoreFeatures, ...]:
     """Packs the features of a raw batch by store; NumPy input stays NumPy."""
     read = {spec.name: _read(spec, raw[spec.name]) for spec in features}
-    packed = []
-    for store in stores:
-        parts = [read[spec.name] for spec in features_of(store, features)]
-        packed.append(
-            StoreFeatures(
-                join([part.words for part in parts]) if parts else keys_lib.padding_words((1,)),
-                _join_some([part.offsets for part in parts], np.int32),
-                _join_some([part.weights for part in parts], np.float32),
-                layouts_of(store, parts),
-                _join_some([part.inverse for part in parts], np.int32),
-            )
-        )
-    return tuple(packed)
+    return tuple(_join_parts(store, [read[spec.name] for spec in features_of(store, features)]) for store in stores)
+
+
+def _join_parts(store: StoreSpec, parts: Sequence[Part]) -> StoreFeatures:
+    return StoreFeatures(
+        join([part.words for part in parts]) if parts else keys_lib.padding_words((1,)),
+        _join_some([part.offsets for part in parts], np.int32),
+        _join_some([part.weights for part in parts], np.float32),
+        layouts_of(store, parts),
+        _join_some([part.inverse for part in parts], np.int32),
+    )
 
 
 def features_of(store: StoreSpec, features: Sequence[FeatureSpec]) -> list[FeatureSpec]:
@@ -373,24 +371,17 @@ def features_of(store: StoreSpec, features: Sequence[FeatureSpec]) -> list[Featu
 
 def shapes_of(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str, tuple[int, int]]) -> StoreFeatures:
     """Makes the shapes and dtypes of a batch to come, by each feature's keys and samples; single keys if equal."""
-    parts = []
-    for spec in features_of(store, features):
+
+    def make(spec: FeatureSpec) -> Part:
         num_keys, num_bags = sizes[spec.name]
-        words = jax.ShapeDtypeStruct((num_keys, 2), jnp.uint32)
         is_ragged = num_keys != num_bags and spec.max_hotness is None
-        offsets = jax.ShapeDtypeStruct((num_bags + 1,), jnp.int32) if is_ragged else None
-        weights = jax.ShapeDtypeStruct((num_keys,), jnp.float32) if spec.weighted else None
-        if spec.combiner is None:
-            num_bags = num_keys
-        hotness = 0 if spec.combiner and is_ragged else 1
-        parts.append(Part(spec, words, offsets, weights, num_bags, hotness, (num_bags,)))
-    layouts = layouts_of(store, parts)
-    num_offsets = sum(layout.num_offsets for layout in layouts)
-    weighted = [layout.num_keys for layout in layouts if layout.weights_start >= 0]
-    keys = jax.ShapeDtypeStruct((sum(layout.num_keys for layout in layouts) or 1, 2), jnp.uint32)
-    offsets = jax.ShapeDtypeStruct((num_offsets,), jnp.int32) if num_offsets else None
-    weights = jax.ShapeDtypeStruct((sum(weighted) or 1,), jnp.float32) if weighted else None
-    return StoreFeatures(keys, offsets, weights, layouts)
+        words = jnp.zeros((num_keys, 2), jnp.uint32)
+        offsets = jnp.zeros(num_bags + 1, jnp.int32) if is_ragged else None
+        weights = jnp.zeros(num_keys, jnp.float32) if spec.weighted else None
+        num_bags = num_bags if spec.combiner else num_keys
+        return Part(spec, words, offsets, weights, num_bags, 0 if spec.combiner and is_ragged else 1, (num_bags,))
+
+    return jax.eval_shape(lambda: _join_parts(store, [make(spec) for spec in features_of(store, features)]))
 
 
 def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
