@@ -39,20 +39,18 @@ def from_words(words: Any) -> np.ndarray:
 
 def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array, "... 2"]:
     """Returns the words of keys: NumPy integers, or a `jax.Array` of words, int64, or int32 if `key_dtype` says so."""
-    if not isinstance(keys, jax.Array):
-        keys = as_array(keys, what)
-        if keys.ndim == 0:
-            raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
+    keys = keys if isinstance(keys, jax.Array) else as_array(keys, what)
+    if keys.ndim == 0:
+        raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
+    if isinstance(keys, np.ndarray):
         return to_words(keys, what)
     if keys.dtype == jnp.uint32:
-        if keys.ndim == 0 or keys.shape[-1] != 2:
+        if keys.shape[-1] != 2:
             raise ValueError(
                 f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape {list(keys.shape)}, "
                 "wanted [..., 2]; pass NumPy int64, or view it as words with jaxsok.keys.to_words."
             )
         return keys
-    if keys.ndim == 0:
-        raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
     if keys.dtype in (jnp.dtype("int64"), jnp.dtype("uint64")):
         return jax.lax.bitcast_convert_type(keys, jnp.uint32)
     if keys.dtype == jnp.int32 and key_dtype == "int32":
