@@ -115,9 +115,10 @@ def grow(
         _warn_of_refusals(tracker, capacities, seen)
     while tracker.under_way and (is_due or is_any_short()):
         summary, allowed = tracker.under_way.popleft()
-        tracker.learn(summary.seen, allowed)
-        is_unplaced |= any(summary.seen.num_unplaced)
-        _warn_of_refusals(tracker, capacities, summary.seen)
+        seen = summary()
+        tracker.learn(seen, allowed)
+        is_unplaced |= any(seen.num_unplaced)
+        _warn_of_refusals(tracker, capacities, seen)
     if is_unplaced or is_any_short() or any(map(is_fresh, stores)):
         seen = read_counters(state, num_shards, shards)
         tracker.num_waits += 1
@@ -160,11 +161,11 @@ def grow(
             for s, capacity in enumerate(capacities)
         )
     ):
-        summary = request_counters(tracker, state)
+        summary = request_counters(state, num_shards, shards)
         tracker.under_way.append((summary, list(tracker.allowed)))
     if untaken is not None and not (is_ahead and state.drains):
         if decided.looking and summary is None:
-            summary = request_counters(tracker, state)
+            summary = request_counters(state, num_shards, shards)
         _take(tracker, untaken, decided.looking, summary)
     return state
 

@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,6 @@ from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableSpec, sum_pinned_and_spread
 from jaxsok.store import State, capacities_of
 from jaxsok.types import COUNTERS
-
-_ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
-    COUNTERS.index(name) for name in ("num_allocated", "free_begin", "free_end", "num_unplaced", "num_sightings")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +96,10 @@ class GrowthTracker:
     @classmethod
     def of(cls, specs: Sequence[StoreSpec], tables: Sequence[TableSpec], shards: Shards) -> "GrowthTracker":
         """Makes a tracker that knows nothing."""
-        zeros = [[0] * len(specs) for _ in range(7)]
-        sightings = [(0, 0) for _ in specs]
-        looks: list[list[Look]] = [[] for _ in specs]
-        known: list[tuple[int, int] | None] = [None] * len(specs)
-        return cls(
-            specs, tables, shards, *zeros[:3], known, sightings, *zeros[3:5], collections.deque(), looks, *zeros[5:]
-        )
+        counts = ("keys_per_step", "allowed", "assigned_per_step", "coming", "num_counts", "taken", "most")
+        by_store = {"known": [None] * len(specs), "sightings": [(0, 0)] * len(specs), "looks": [[] for _ in specs]}
+        by_store |= {name: [0] * len(specs) for name in counts}
+        return cls(specs, tables, shards, under_way=collections.deque(), **by_store)
 
     def warn_once(self, about: str, message: str, stacklevel: int) -> None:
         """Warns if there was no warning about this before; `stacklevel` counts from the caller."""
@@ -180,7 +173,7 @@ class GrowthTracker:
 
     def rows_of(self, store: int, look: Look) -> int:
         """Returns the rows of a look; waits if its counters have not arrived."""
-        return look.rows if isinstance(look.rows, int) else look.rows.seen.num_rows[store]
+        return look.rows if isinstance(look.rows, int) else look.rows().num_rows[store]
 
     def set_look(self, store: int, rows: int) -> None:
         """Notes the rows in use now; earlier looks count no more."""
@@ -230,29 +223,17 @@ class Seen:
     num_refused: list[int]
 
     @classmethod
-    def of(cls, words: list[int], num_stores: int, num_shards: int) -> "Seen":
+    def of(cls, words: np.ndarray, num_stores: int, num_shards: int) -> "Seen":
         """Reads the counters of all stores, shard by shard, and the refused keys behind them."""
-        seen = cls([], [], [], words[num_stores * num_shards * len(COUNTERS) :])
-        for s in range(num_stores):
-            begins = range(s * num_shards * len(COUNTERS), (s + 1) * num_shards * len(COUNTERS), len(COUNTERS))
-            seen.num_rows.append(max((words[b + _ALLOCATED] - words[b + _END] + words[b + _BEGIN]) for b in begins))
-            seen.num_unplaced.append(sum(words[b + _UNPLACED] for b in begins))
-            seen.num_sightings.append(max(words[b + _SIGHTINGS] for b in begins))
-        return seen
+        counters, refused = np.split(words.astype(np.int64), [num_stores * num_shards * len(COUNTERS)])
+        by_name = dict(zip(COUNTERS, counters.reshape(num_stores, num_shards, -1).transpose(2, 0, 1), strict=True))
+        num_rows = by_name["num_allocated"] - by_name["free_end"] + by_name["free_begin"]
+        unplaced, sightings = by_name["num_unplaced"].sum(axis=1), by_name["num_sightings"].max(axis=1)
+        return cls(num_rows.max(axis=1).tolist(), unplaced.tolist(), sightings.tolist(), refused.tolist())
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Counters on their way to the host."""
-
-    words: Array
-    num_stores: int
-    num_shards: int
-
-    @functools.cached_property
-    def seen(self) -> Seen:
-        """The counters; reading them waits until they have arrived."""
-        return Seen.of(np.asarray(self.words).tolist(), self.num_stores, self.num_shards)
+Summary = Callable[[], Seen]
+"""Counters on their way to the host; the call waits until they have arrived."""
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
@@ -289,11 +270,10 @@ def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
 
 def read_counters(state: State, num_shards: int, shards: Shards) -> Seen:
     """Reads the counters; waits for the steps under way."""
-    counters, refused = _words_of(state)
     if shards.num_processes > 1:
-        words = np.asarray(_summary((counters, refused), shards)).tolist()
-    else:
-        words = [word for array in (*counters, refused) for word in np.asarray(array).tolist()]
+        return request_counters(state, num_shards, shards)()
+    counters, refused = _words_of(state)
+    words = np.concatenate([np.asarray(array) for array in (*counters, refused)])
     return Seen.of(words, len(counters), num_shards)
 
 
@@ -302,8 +282,8 @@ def is_at_rest(state: State, shards: Shards) -> bool:
     return shards.num_processes == 1 and all(store.counters.is_ready() for store in state.stores)
 
 
-def request_counters(tracker: GrowthTracker, state: State) -> Summary:
+def request_counters(state: State, num_shards: int, shards: Shards) -> Summary:
     """Asks for the counters of all stores as they are after the steps under way."""
-    arriving = _summary(_words_of(state), tracker.shards)
+    arriving, num_stores = _summary(_words_of(state), shards), len(state.stores)
     arriving.copy_to_host_async()
-    return Summary(arriving, len(tracker.specs), tracker.specs[0].num_shards)
+    return functools.cache(lambda: Seen.of(np.asarray(arriving), num_stores, num_shards))
