@@ -17,22 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, UInt32
+from jaxtyping import Array, Bool, UInt8, UInt32
 
 from jaxsok import annotations, table as table_lib
 from jaxsok.kernels import evict as kernels
-from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.rows import RowSlab, cut_lines, numbers_in_host_memory, slabs_of
-from jaxsok.shards import ONE_DEVICE, Shards, parts_of, read_on_host
+from jaxsok.rows import RowLines, RowSlab, numbers_in_host_memory, slabs_of
+from jaxsok.shards import ONE_DEVICE, Shards, parts_of, read_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, host_row_bytes, row_bytes
+from jaxsok.table_export import fetch, gather_rows, places_of, to_records
 from jaxsok.types import Clock, RowFlags, Seed
 
 CHUNK_BYTES = 32 << 20  # rows handed over at a time: bounds host memory
 READ_ROWS = 1 << 16  # rows in host memory that a policy reads at a time
-WINDOW_ROWS = 1 << 24  # rows whose flags the host reads together, a byte each
 
 HandOver = Callable[[str, Records], None]
 """A function that takes some rows of a table, by its name, before they go."""
@@ -271,44 +270,28 @@ def evict(
 
 def selected_records(spec: StoreSpec, store: StoreState, seed: Seed, flags: RowFlags) -> Iterator[tuple[str, Records]]:
     """Yields the rows with a flag in chunks by table, each process those of its own shards; replicated rows once."""
-    for shard, (of_shard, shard_flags) in parts_of((store, flags), spec.num_shards, is_once=True):
-        if shard != 0 and spec.is_replicated:
-            continue
-        for slab in slabs_of(spec, of_shard, read_on_host(seed)):
-            num_rows = slab.size
-            # A power of two, or a whole slab.
-            line_bytes = row_bytes(spec) + host_row_bytes(spec)
-            chunk_rows = min(num_rows, 1 << max(0, (CHUNK_BYTES // line_bytes).bit_length() - 1))
-            for places in _find_flags(shard_flags, slab.start, num_rows):
-                for at in range(0, len(places), chunk_rows):
-                    yield from _by_table(spec, _read(slab, places[at : at + chunk_rows], chunk_rows))
+    names = [declared.name for declared in spec.state_specs]
+    # A power of two, or a whole slab.
+    line_bytes = row_bytes(spec) + host_row_bytes(spec)
+    most = 1 << max(0, (CHUNK_BYTES // line_bytes).bit_length() - 1)
+
+    def gather() -> Iterator[tuple[None, RowLines, slice]]:
+        for shard, (of_shard, shard_flags) in parts_of((store, flags), spec.num_shards, is_once=True):
+            if shard != 0 and spec.is_replicated:
+                continue
+            for slab in slabs_of(spec, of_shard, read_on_host(seed)):
+                marks = _pack_flags(shard_flags, np.int32(slab.start), slab.size)
+                for places in places_of(marks, slab.size, min(slab.size, most)):
+                    yield None, gather_rows(slab, places, min(slab.size, most)), slice(0, len(places))
+
+    for _, lines in fetch(gather()):
+        records = to_records(lines, names)
+        for number in np.unique(lines.records[:, 2]).tolist():
+            is_mine = lines.records[:, 2] == number
+            yield spec.tables[number].name, records if is_mine.all() else records.take(is_mine)
 
 
-def _find_flags(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
-    """Yields the places in a slab whose row has a flag, ascending, a window at a time."""
-    window = min(size, WINDOW_ROWS)
-    for begin in range(0, size, window):
-        # The last window begins where it still fits, without the places of before.
-        first = min(begin, size - window)
-        places = np.flatnonzero(np.asarray(cut_lines(flags, np.int32(start + first), window))) + first
-        yield places[places >= begin].astype(np.int32)
-
-
-def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
-    """Reads rows of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
-    lines = slab.read(np.resize(places, num_lines))
-    return jax.tree.map(lambda array: np.asarray(array)[: len(places)], lines)
-
-
-def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:
-    """Splits rows of a store into records of its tables."""
-    words, rows, states, statistics = lines
-    records = Records(
-        from_words(words[:, :2]),
-        rows,
-        {declared.name: state for declared, state in zip(spec.state_specs, states, strict=True)},
-        *((None, None) if statistics is None else statistics.T),
-    )
-    for number in np.unique(words[:, 2]).tolist():
-        is_mine = words[:, 2] == number
-        yield spec.tables[number].name, records if is_mine.all() else records.take(is_mine)
+@without_mesh
+@functools.partial(jax.jit, static_argnums=2)
+def _pack_flags(flags: RowFlags, start: Array, size: int) -> UInt8[Array, " _"]:
+    return jnp.packbits(lax.dynamic_slice_in_dim(flags, start, size) != 0)

@@ -76,7 +76,7 @@ def export_chunks(
             for slab in slabs_of(spec, part, read_on_host(seed)):
                 for places in find_rows(slab, num_rows, number=number, since=since):
                     place = shard, (places + slab.start).astype(np.uint32)
-                    yield place, _gather(slab, places, num_rows, with_state), slice(0, len(places))
+                    yield place, gather_rows(slab, places, num_rows, with_state), slice(0, len(places))
 
     yield from itertools.starmap(lambda place, lines: Chunk(*place, to_records(lines, names)), fetch(gather()))
 
@@ -134,18 +134,19 @@ def _take(whole: np.ndarray, lines: slice) -> np.ndarray:
 
 
 def find_rows(slab: RowSlab, most: int, *, number: int | None = None, since: int | None = None) -> Iterator[np.ndarray]:
-    """Finds rows of a slab, of one table or used since then if so asked: places, int32, ascending, `most` at a time.
-
-    Only a bit of each row goes to the host.
-    """
+    """Finds rows of a slab, of one table or used since then if so asked; see `places_of`."""
     words = (None if word is None else np.uint32(word) for word in (number, since))
-    bits = np.asarray(_mark_rows(slab.records, slab.statistics, *words))
-    waiting = np.zeros(0, np.int32)
-    for start in range(0, slab.size, UNPACKED_ROWS):
-        end = min(start + UNPACKED_ROWS, slab.size)
+    return places_of(_mark_rows(slab.records, slab.statistics, *words), slab.size, most)
+
+
+def places_of(marks: UInt8[Array, " _"], size: int, most: int) -> Iterator[np.ndarray]:
+    """Yields the places of marks, a bit for each row of a slab (`jnp.packbits`): int32, ascending, `most` at a time."""
+    bits, waiting = np.asarray(marks), np.zeros(0, np.int32)
+    for start in range(0, size, UNPACKED_ROWS):
+        end = min(start + UNPACKED_ROWS, size)
         found = np.flatnonzero(unpack_bits(bits[start // 8 :], end - start)).astype(np.int32) + np.int32(start)
         waiting = np.concatenate([waiting, found])
-        while waiting.size >= (1 if end == slab.size else most):
+        while waiting.size >= (1 if end == size else most):
             yield waiting[:most]
             waiting = waiting[most:]
 
@@ -168,7 +169,8 @@ def unpack_bits(bits: UInt8[Array, " _"], size: int) -> Bool[np.ndarray, " size"
     return np.unpackbits(np.asarray(bits), count=size).view(np.bool_)
 
 
-def _gather(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool) -> RowLines:
+def gather_rows(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool = True) -> RowLines:
+    """Reads rows of a slab by place, at most `num_rows`, with some twice behind them so that programs are few."""
     padded = np.resize(places, min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length())))
     records, statistics = read_lines((slab.records, slab.statistics), padded)
     return RowLines(records, *slab.read_numbers(padded, with_state=with_state), statistics)

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import enlarge, evict, grow, policies
+from jaxsok import enlarge, evict, grow, policies, table_export
 from jaxsok.operations import specs_of
 from jaxsok.policies import LeastFrequentlyUsed, LeastRecentlyUsed, LowestScore, SmallNorm, TimeToLive
 from jaxsok.types import COUNTERS
@@ -406,7 +406,7 @@ def test_stats_count_evicted_rows():
 def test_hand_over(monkeypatch, chunk_bytes):
     """Evicted and kept records together are the previous content: keys, rows, state, statistics, each once."""
     monkeypatch.setattr(evict, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(evict, "WINDOW_ROWS", 70)  # the second window begins earlier, with rows of the first
+    monkeypatch.setattr(table_export, "UNPACKED_ROWS", 72)  # flags are looked through in several pieces
     collection = two_tables(LeastFrequentlyUsed())
     rng = np.random.default_rng(3)
     statistics = {

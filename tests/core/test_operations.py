@@ -258,14 +258,14 @@ def test_export_holds_no_chunk_that_was_read(monkeypatch):
     """The device arrays of a chunk are freed when the reader requests the next chunk, up to the last."""
     collection = collection_of()
     state, _ = fill(collection, np.random.default_rng(0))
-    sent, gather = [], table_export._gather
+    sent, gather = [], table_export.gather_rows
 
     def note_arrays(*args):
         arrays = gather(*args)
         sent.append([weakref.ref(array) for array in jax.tree.leaves(arrays)])
         return arrays
 
-    monkeypatch.setattr(table_export, "_gather", note_arrays)
+    monkeypatch.setattr(table_export, "gather_rows", note_arrays)
     for read, _ in enumerate(collection.export_chunks(state, "a", chunk_rows=40)):
         held = [number for number, arrays in enumerate(sent[:read]) if any(ref() is not None for ref in arrays)]
         assert held == [], f"chunks held next to chunk {read}"
