@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxsok import checks
-from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, columns, move_to_one_device, scalars_of
+from jaxsok.stats import PER_TABLE, TO_DATE, Stats, columns, move_to_one_device, read_on_host, scalars_of
 
 
 class StatsWindow:
@@ -115,17 +115,13 @@ class StatsWindow:
 
     def _add(self, steps: list[Stats]) -> dict[str, np.ndarray]:
         """Sums counts over the window; takes the last value of counts that are not summed."""
-        counts = columns(dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps])))
-        added = {}
-        for name, column in counts.items():
-            if name in LATEST:
-                added[name] = column[-1]
-            elif name in TO_DATE:
-                more = np.diff(column, axis=0) % 2**32
-                # A count that fell belongs to a new state: it does not wrap around by 2**31 in a step.
-                added[name] = np.where(more < 2**31, more, column[1:]).sum(axis=0)
-            else:
-                added[name] = column[-self.num_steps :].sum(axis=0)
+        known = dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps]))
+        added = columns(read_on_host(dataclasses.replace(known, words=known.words[-self.num_steps :])))
+        for name in TO_DATE:
+            column = known.count(name).astype(np.int64)
+            more = np.diff(column, axis=0) % 2**32
+            # A count that fell belongs to a new state: it does not wrap around by 2**31 in a step.
+            added[name] = np.where(more < 2**31, more, column[1:]).sum(axis=0)
         return added
 
 
