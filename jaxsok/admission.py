@@ -19,7 +19,7 @@ from jaxtyping import Array
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
 from jaxsok.keys import from_words, to_words
-from jaxsok.shards import ONE_DEVICE, Shards, local_parts
+from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, Clock
@@ -49,17 +49,6 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 
 
 # Waiting keys, out and in ------------------------------------------------------------------------------------------
-
-
-def waiting_keys(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the keys of a table that wait for a row, in no order, and their counts, on this process's shards."""
-    found = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32))]
-    if store.sightings:
-        parts = list(local_parts(store.sightings[0], spec.num_shards).values())
-        for shard in parts[: 1 if spec.is_replicated else None]:
-            found.append(waiting_in(spec, np.asarray(shard), number))
-    keys, counts = map(np.concatenate, zip(*found, strict=True))
-    return keys, counts
 
 
 def waiting_in(spec: StoreSpec, buckets: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
