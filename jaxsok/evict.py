@@ -81,21 +81,18 @@ class Leaving:
 
 
 @annotations.annotate_store
-def select(
-    spec: StoreSpec,
-    store: StoreState,
-    seed: Seed,
-    policy: Eviction,
-    clock: Clock,
-    num_kept: UInt32[Array, ""],
-    number: int | None = None,
-    is_used: Bool[Array, " capacity"] | None = None,
+def _select_part(
+    leaving: Leaving, store: StoreState, is_used: Array | None, seed: Seed, clock: Clock, num_kept: UInt32[Array, ""]
 ) -> tuple[RowFlags, UInt32[Array, " num_tables"]]:
     """Selects the rows that leave, and counts those that the policy chose by table; changes nothing.
 
-    `num_kept` rows may stay, of the table `number` or of all tables; a policy without a score ignores it. Rows with
-    `is_used`, which the coming batch asks for, get no flag even if too few others leave. They are still counted.
+    `num_kept` rows may stay, of one table or of all; a policy without a score ignores it. Rows with `is_used`, which
+    the coming batch asks for, get no flag even if too few others leave. They are still counted.
     """
+    spec, policy, shards, number = leaving.spec, leaving.policy, leaving.shards, leaving.number
+    if policy.has_score and leaving.is_shared and shards.is_mesh and not spec.is_replicated:
+        mine = store.table_rows if number is None else store.table_rows[number]
+        num_kept = share_of(shards, num_kept, mine.sum(dtype=jnp.uint32))
     judge = policy.scores if policy.has_score else policy.expired
     scores: list[list[Array]] = []
     mask: list[Array] = []
@@ -171,12 +168,6 @@ def _check_judged(policy: Eviction, judged: Any, num_rows: int) -> tuple[Array, 
     return words if policy.has_score else (judged.astype(jnp.uint8),)
 
 
-@annotations.annotate_store
-def release(spec: StoreSpec, store: StoreState, flags: RowFlags) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes the rows with a flag away, and counts them by table; donates the store. See `table.release`."""
-    return table_lib.release(spec, store, flags, is_eviction=True)
-
-
 def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:
     """Returns how many rows (of `mine`) this shard may keep: shards with 2, 9, 9 and a budget of 13 keep 2, 5, 6."""
     num_shards = shards.num_shards
@@ -192,9 +183,10 @@ def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""
     return jnp.zeros(num_shards, jnp.uint32).at[order].set(shares)[shards.index()]
 
 
+@annotations.annotate_store
 def _release_part(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
     shards, old = leaving.shards, store.generation
-    store, num_released = release(leaving.spec, store, flags)
+    store, num_released = table_lib.release(leaving.spec, store, flags, is_eviction=True)
     num_released = shards.total(num_released, is_replicated=leaving.spec.is_replicated)
     return store.advance_generation(old, num_released), num_released
 
@@ -207,18 +199,9 @@ def _select(
     leaving: Leaving, store: StoreState, seed: Array, clock: Array, num_rows: Array, is_used: Array | None
 ) -> tuple[Array, Array]:
     """Returns flags for all shards, and by shard and table how many rows the policy chose."""
-    spec, shards = leaving.spec, leaving.shards
-
-    def select_part(
-        store: StoreState, is_used: Array | None, seed: Array, clock: Array, num_kept: Array
-    ) -> tuple[Array, Array]:
-        if leaving.policy.has_score and leaving.is_shared and shards.is_mesh and not spec.is_replicated:
-            mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
-            num_kept = share_of(shards, num_kept, mine.sum(dtype=jnp.uint32))
-        return select(spec, store, seed, leaving.policy, clock, num_kept, leaving.number, is_used)
-
-    in_specs = (shards.spec, shards.spec, P(), P(), P())
-    return shards.run(select_part, (store, is_used, seed, clock, num_rows), in_specs, shards.spec)
+    split = leaving.shards.spec
+    args = (store, is_used, seed, clock, num_rows)
+    return leaving.shards.run(functools.partial(_select_part, leaving), args, (split, split, P(), P(), P()), split)
 
 
 # One program for all stores: if it cannot be made, no store has changed.
