@@ -108,8 +108,7 @@ def prepare_remake(
     while num_buckets * ENTRIES_PER_BUCKET < wanted:
         num_buckets *= 2
     rest = () if more is None else (more,)
-    floors = tuple(spec.sighting_floors().tolist())
-    program = _remake.lower(store.counters, (*store.sightings, *rest), num_buckets, floors, shards).compile()
+    program = _remake.lower(store.counters, (*store.sightings, *rest), num_buckets, spec, shards).compile()
 
     def remake(store: StoreState) -> StoreState:
         (old,) = store.sightings
@@ -122,13 +121,13 @@ def prepare_remake(
 
 def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards) -> int:
     """Counts the keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
-    return int(np.asarray(_most_waiting(store.sightings[0], tuple(spec.sighting_floors().tolist()), shards)))
+    return int(np.asarray(_most_waiting(store.sightings[0], spec, shards)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _most_waiting(sightings: Array, floors: tuple[int, ...], shards: Shards) -> Array:
+def _most_waiting(sightings: Array, spec: StoreSpec, shards: Shards) -> Array:
     def count(sightings: Array) -> Array:
-        is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
+        is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), spec.sighting_floors(), jnp)
         return shards.max(is_waiting.sum(dtype=jnp.int32))
 
     return shards.run(count, (sightings,), (shards.spec,), P())
@@ -136,12 +135,12 @@ def _most_waiting(sightings: Array, floors: tuple[int, ...], shards: Shards) -> 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
 def _remake(
-    counters: Array, parts: tuple[Array, ...], num_buckets: int, floors: tuple[int, ...], shards: Shards
+    counters: Array, parts: tuple[Array, ...], num_buckets: int, spec: StoreSpec, shards: Shards
 ) -> tuple[Array, Array]:
     def remake_part(counters: Array, *parts: Array) -> tuple[Array, Array]:
         entries = [part.reshape(-1, _ENTRY_WORDS) for part in parts]
         entries = entries[0] if len(entries) == 1 else jnp.concatenate(entries)
-        return kernels.wait(counters, np.array(floors, np.uint32), entries, num_buckets)
+        return kernels.wait(counters, spec.sighting_floors(), entries, num_buckets)
 
     return shards.run(remake_part, (counters, *parts), (shards.spec,) * (1 + len(parts)), shards.spec)
 
