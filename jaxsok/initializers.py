@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,12 @@ from jaxsok import checks
 class Initializer:
     """A kind that the kernels know, with its two parameters. Made by the functions of this module."""
 
+    is_traced: ClassVar[bool] = False
+    """True if XLA works the rows out (`rows`), and not the kernels."""
+
     kind: int
     a: float
     b: float = 0.0
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether XLA works the rows out (`rows`), and not the kernels."""
-        return False
 
     def for_dim(self, dim: int) -> "Initializer":
         """Returns the initializer for rows of `dim` numbers, which the kernels are given."""
@@ -288,13 +286,11 @@ def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
 class _Traced(Initializer):
     """An initializer for which the kernels fill new rows with zeros, and XLA writes over them."""
 
+    is_traced: ClassVar[bool] = True
+
     kind: int = 0
     a: float = 0.0
     text: str
-
-    @property
-    def is_traced(self) -> bool:
-        return True
 
     def __repr__(self) -> str:
         return self.text
