@@ -268,13 +268,6 @@ class Part:
     inverse: Any = None
 
 
-def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str) -> Batch:
-    """Packs the features of a raw batch by store, carries the rest along; `tag` is the collection's fingerprint."""
-    require_features(raw, features)
-    packed = jax.tree.map(jnp.asarray, pack_stores(raw, stores, features))
-    return Batch(Features(packed, tag), rest_of(raw, features))
-
-
 def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
     """Refuses a raw batch that is no mapping, or lacks a feature."""
     if not isinstance(raw, Mapping):

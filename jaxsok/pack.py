@@ -605,9 +605,10 @@ class Packer(HostPacker):
             raw, mask = split_lib.pad(raw, self._features, pad_to)
         if is_split:
             return split_lib.pack_for_shards(raw, self._stores, self._features, self._tag, self._shards, mask)
-        batch = features_lib.pack(raw, self._stores, self._features, self._tag)
-        features = dataclasses.replace(batch.features, num_parts=self._num_shards)
-        return dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
+        features_lib.require_features(raw, self._features)
+        stores = jax.tree.map(jnp.asarray, features_lib.pack_stores(raw, self._stores, self._features))
+        rest = features_lib.rest_of(raw, self._features)
+        return Batch(Features(stores, self._tag, self._num_shards), rest, None if mask is None else jnp.asarray(mask))
 
     def for_workers(self) -> HostPacker:
         """Returns a packer that makes the same batches without devices, with one thread, and that can be pickled."""
