@@ -203,13 +203,10 @@ def apply_updates(
       TypeError, ValueError: no lookup; gradients that are missing, or of other lookups; micro-batches that were not
         applied to the tables of the one before. Raised when traced.
     """
-    op = "apply_updates"
-    tables, waiting = _join_micro_batches(op, updates, gradients)
+    tables, waiting = _join_micro_batches("apply_updates", updates, gradients)
     flat, stats = _flatten(tables), {}
-    for path, (collection, plans, by_lookup) in waiting.items():
-        state = _at(op, tables, (*path, "state"))
-        by_plan = tap.gradients_by_plan(op, plans, by_lookup)
-        state, stats["/".join(path)] = collection.update(state, plans, by_plan, learning_rate=learning_rate)
+    for path, (collection, *lookups) in waiting.items():
+        state, stats["/".join(path)] = collection.update(*lookups, learning_rate=learning_rate)
         flat[(*path, "state")] = state
         del flat[(*path, "waiting")]
     return unflatten_dict(flat), stats
@@ -233,12 +230,8 @@ def clip_by_global_norm(
     Example:
       `g_taps, g_params, norm = layers.clip_by_global_norm(updates, g_taps, 1.0, g_params)`, before `apply_updates`
     """
-    op = "clip_by_global_norm"
-    tables, waiting = _join_micro_batches(op, updates, gradients)
-    lookups = [
-        (collection, _at(op, tables, (*path, "state")), plans, tap.gradients_by_plan(op, plans, by_lookup))
-        for path, (collection, plans, by_lookup) in waiting.items()
-    ]
+    _, waiting = _join_micro_batches("clip_by_global_norm", updates, gradients)
+    lookups = list(waiting.values())
     (gradients, scaled), norm = collection_lib.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
     return gradients, scaled, norm
 
@@ -320,8 +313,8 @@ def _find_values(variables: Mapping[str, Any], name: str, kind: type) -> Iterato
 
 def _join_micro_batches(
     op: str, updates: OneOrSeveral, gradients: OneOrSeveral
-) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]]]:
-    """Returns the last micro-batch's tables, and by layer its collection, plans, and gradients of each micro-batch."""
+) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Collection, State, list[Plan], list[tap.Taps]]]]:
+    """Returns the last micro-batch's tables, and by layer its collection, state, plans, and the gradients of each."""
     several = list(updates) if isinstance(updates, (list, tuple)) else [updates]
     of_taps = list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
     if not several or len(several) != len(of_taps):
@@ -352,7 +345,10 @@ def _join_micro_batches(
     for path, num_lookups in num_seen.items():
         if num_waiting.get(path) != num_lookups:
             raise ValueError(_describe_broken_chain(op, path))
-    return tables, waiting
+    return tables, {
+        path: (collection, _at(op, tables, (*path, "state")), plans, tap.gradients_by_plan(op, plans, by_lookup))
+        for path, (collection, plans, by_lookup) in waiting.items()
+    }
 
 
 def _describe_broken_chain(op: str, path: tuple[str, ...]) -> str:
