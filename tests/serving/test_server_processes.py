@@ -207,10 +207,10 @@ def test_a_lost_connection_is_made_again(monkeypatch):
     """A failure in an answer fails its request alone."""
     pack, fails = processes.pack, iter([True] * 2)
 
-    def fail_first(head, found):
+    def fail_first(head, found, *how):
         if found and next(fails, False):
             raise MemoryError
-        return pack(head, found)
+        return pack(head, found, *how)
 
     with cases.serving(cases.Session(), num_processes=2) as found:
         monkeypatch.setattr(processes, "pack", fail_first)
@@ -307,6 +307,19 @@ def test_frames_keep_all_arrays():
         np.testing.assert_array_equal(got[name], given[name])
     assert got["bags"].keys.tolist() == [0, 1, 2] and got["bags"].lengths.tolist() == [1, 2]
     assert got["bags"].weights is None
+
+
+def test_joined_arrays_come_apart_again():
+    given = {"a": np.arange(12, dtype=np.float32).reshape(2, 6)[:, ::2], "none": np.zeros((0, 4), np.float32)}
+    given["b"] = np.array([[7.0, 8.0]], np.float32)
+    frame = processes.pack("head", given, joins=True)
+    size, data_size = processes.SIZES.unpack(frame[: processes.SIZES.size])
+    head, got = processes.unpack(frame[processes.SIZES.size :][:size], frame[processes.SIZES.size + size :])
+    assert head == "head" and list(got) == [""] and data_size == got[""].nbytes == 8 * 4
+    apart = processes.split(got[""], {name: array.size for name, array in given.items()})
+    assert list(apart) == list(given)
+    for name, array in given.items():
+        np.testing.assert_array_equal(apart[name], array.reshape(-1))
 
 
 def test_a_frame_that_is_given_up_answers_no_other(tmp_path):
