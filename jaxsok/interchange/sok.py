@@ -286,7 +286,7 @@ def _slot_name(op: str, end: str) -> str:
     return slot
 
 
-def _slots_of(op: str, optimizer: Any, learning_rate: Any) -> tuple[dict[str, str], float]:
+def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dict[str, str], float]:
     """Returns ends of files by name of state, and the factor from a file's numbers to state."""
     if optimizer is None:
         return {}, 1.0
@@ -299,13 +299,12 @@ def _slots_of(op: str, optimizer: Any, learning_rate: Any) -> tuple[dict[str, st
         return slots, 1.0
     if not isinstance(optimizer, str) or optimizer not in _SLOTS:
         raise ValueError(
-            f"{op}: optimizer: got {optimizer!r}, wanted one whose state SOK has, of {list(_SLOTS)}; None "
-            "(with_state=False) for rows alone; or a mapping from names of state to ends of files, as "
-            '{"m": "Adam-m"} (by table, in optimizers).'
+            f"{op}: optimizer: got {optimizer!r}, wanted one whose state SOK has, of {list(_SLOTS)}; None for rows "
+            'alone; or a mapping from names of state to ends of files, as {"m": "Adam-m"}.'
         )
     if optimizer != "sgd":
         return _SLOTS[optimizer], 1.0
-    wanted = "a positive number: Keras keeps momentum as -learning_rate * trace; or with_state=False, for rows alone"
+    wanted = "a positive number: Keras keeps the momentum of SGD as -learning_rate * trace"
     return _SLOTS["sgd"], -1.0 / checks.number(f"{op}: learning_rate", learning_rate, checks.ABOVE_ZERO, wanted=wanted)
 
 
@@ -332,12 +331,22 @@ def _choose_slots(
     if not with_state or not (states or table in (optimizers or {})):
         return None, None
     rate, chosen = spec.optimizer.learning_rate, (optimizers or {}).get(table, spec.optimizer.name)
-    rate = rate if callable(rate) else float(rate)
-    names, _ = _slots_of(f'{op}: table "{table}"', chosen, rate)
+    if isinstance(chosen, str) and chosen not in _SLOTS:
+        raise ValueError(
+            f'{op}: table "{table}": got the optimizer {chosen}, of which SOK has no files, wanted one of '
+            f"{list(_SLOTS)}; pass with_state=False for rows alone, or a mapping from names of state to ends of files, "
+            f'as optimizers={{"{table}": {{"m": "Adam-m"}}}}.'
+        )
+    names = _SLOTS[chosen] if isinstance(chosen, str) else dict(chosen or {})
     unknown = [name for name in names if name not in states]
     if unknown:
         raise ValueError(f'{op}: table "{table}": optimizers: got state {unknown}, wanted some of {states}.')
-    return chosen, None if callable(rate) else rate
+    if chosen == "sgd" and callable(rate):
+        raise ValueError(
+            f'{op}: table "{table}": got a schedule as the learning rate of sgd with momentum, wanted a number: Keras '
+            "keeps -learning_rate * trace. Use write_sok or read_sok with learning_rate=, or with_state=False."
+        )
+    return chosen, None if callable(rate) else float(rate)
 
 
 def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:

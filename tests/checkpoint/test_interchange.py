@@ -1098,7 +1098,7 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
         wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
         columns.load(wide, wide.init(), tmp_path, with_state=False)
-    with pytest.raises(ValueError, match=r"user\": optimizer: got .rowwise_adam.*with_state=False"):
+    with pytest.raises(ValueError, match="got the optimizer rowwise_adam, of which SOK has no files"):
         sok.save(other, loaded, tmp_path)
     mapping = {"user": {"m": "Mine-m", "v": "Mine-v"}}
     sok.save(other, loaded, tmp_path, ["user"], optimizers=mapping)
@@ -1122,7 +1122,7 @@ def test_momentum_through_sok(tmp_path):
     loaded = sok.load(collection, collection.init(), tmp_path)
     assert content_of(collection, loaded, "user") == content_of(collection, state, "user")
     scheduled = collection_of(1, jaxsok.optim.sgd(lambda step: 0.5, momentum=0.5))
-    with pytest.raises(ValueError, match=r"user\": learning_rate: got <function .*Keras.*with_state=False"):
+    with pytest.raises(ValueError, match="got a schedule as the learning rate"):
         sok.load(scheduled, scheduled.init(), tmp_path)
 
 
