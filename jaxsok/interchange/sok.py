@@ -346,7 +346,7 @@ def _choose_slots(
             f'{op}: table "{table}": got a schedule as the learning rate of sgd with momentum, wanted a number: Keras '
             "keeps -learning_rate * trace. Use write_sok or read_sok with learning_rate=, or with_state=False."
         )
-    return chosen, None if callable(rate) else float(rate)
+    return chosen, None if rate is None or callable(rate) else float(rate)
 
 
 def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:

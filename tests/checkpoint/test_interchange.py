@@ -26,6 +26,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from serving_cases import INITIALIZERS, TRACED, declare_untrained
 
@@ -1104,6 +1105,15 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
     sok.save(other, loaded, tmp_path, ["user"], optimizers=mapping)
     again = sok.load(other, other.init(), tmp_path, ["user"], optimizers=mapping)
     assert content_of(other, again, "user") == content_of(other, loaded, "user")
+    lifted = collection_of(1, jaxsok.optim.lift(optax.adam(0.1)))  # whose learning rate is not known
+    with pytest.raises(ValueError, match=r"got the optimizer .*, of which SOK has no files.*with_state=False"):
+        sok.save(lifted, lifted.init(), tmp_path / "lifted")
+    state = train_twice(lifted)
+    names = [slot.name for slot in lifted.stores[0].state_specs]
+    mapping = {"user": {name: f"Mine-{number}" for number, name in enumerate(names)}}
+    sok.save(lifted, state, tmp_path / "lifted", ["user"], optimizers=mapping)
+    again = sok.load(lifted, lifted.init(), tmp_path / "lifted", ["user"], optimizers=mapping)
+    assert names and content_of(lifted, again, "user") == content_of(lifted, state, "user")
     sok.save(other, loaded, tmp_path, ["item"], with_state=False)
     with pytest.raises(FileNotFoundError, match=r"item-Adam-m: .*with_state=False"):
         sok.load(source, source.init(), tmp_path, ["item"])
