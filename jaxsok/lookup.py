@@ -326,8 +326,8 @@ class Owner(Reader):
         store, view, slots = tiers.bring_rows(spec, store, self.seed, found.row_ids, keeps=not self.is_find)
         reading = self.reading(self.words, spec.embedding_dtype if dtype == spec.dtype else "float32")
         sorts_uses = not self.is_find and self.exchange.sends_sums_by_kernels(spec, self.features, asked)
-        of_wire = {"is_find": self.is_find, "dtype": dtype, "sorts_uses": sorts_uses}
-        read = kernels.lookup_window(windows.number, view, reading, received, slots, asked.slots, **of_wire)
+        how = {"is_find": self.is_find, "dtype": dtype, "sorts_uses": sorts_uses}
+        read = kernels.lookup_window(windows.number, view, reading, received, slots, asked.slots, **how)
         store = tiers.give_back(store, dataclasses.replace(view, counters=read.counters))
         values = [table.round_to(value, spec.embedding_dtype) for value in read.embeddings]
         counts = self._correct_counts(read.counts, found.counts, read.num_absent)

@@ -131,8 +131,7 @@ def _update_in_windows(
     """Does `update_exchanged`; sums of gradients go into windows, and from there into the step."""
     (plan,), (gradients,), windows = used.plans, used.gradients, not_none(exchange.windows)
     part, asked, found = plan.features.stores[s], plan.asked_of(s), plan.found_of(s)
-    row_ids = found.row_ids
-    received, total = asked.received, None
+    received, row_ids, total = asked.received, found.row_ids, None
     if inputs.counts_uses:
         uses = jnp.where(row_ids == jnp.uint32(NO_ROW), 0, received[:, 3].astype(jnp.int32))
         total = gradients_lib.uses_in_all([row_ids], [uses], used.is_live)

@@ -138,21 +138,22 @@ def lookup_window(
     *,
     is_find: bool,
     dtype: str,
-    sorts_uses: bool = False,
+    sorts_uses: bool,
 ) -> WindowResults:
     """Does `table.gather`, an exchange and `lookup_planned` in one call of each shard; writes no row in between.
 
     Row ids are by request received; `slots` has the line of each key's row among those that come back, as `dtype`.
-    Sorting takes place while rows cross the wire.
+    The uses are sorted, if so asked, while rows cross the wire.
     """
     arrays = {"counters": store.counters, "rows": store.rows}
     operands = reading.operands(requests=requests, row_ids=row_ids) | {"slots": slots.view(np.uint32)}
     operands |= after_meeting(window, slots)
-    results, none = {"num_absent": result(requests, (reading.tables.shape[0],), "int32")}, result(slots, (0,), "uint8")
-    sizes = {"sorted_uses": ("JaxsokSortedUsesBytes",), "workspace": ("JaxsokUpdateWorkspaceBytes", 0)}
-    for name, (size_of, *dim) in sizes.items():
-        results[name] = workspace(slots, size_of, slots.shape[0], *dim) if sorts_uses else none
-    results |= reading.results()
+    num_keys, none = slots.shape[0], result(slots, (0,), "uint8")
+    results = {
+        "num_absent": result(requests, (reading.tables.shape[0],), "int32"),
+        "sorted_uses": workspace(slots, "JaxsokSortedUsesBytes", num_keys) if sorts_uses else none,
+        "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", num_keys, 0) if sorts_uses else none,
+    } | reading.results()
     attributes = reading.attributes() | {
         "window": window,
         "is_find": is_find,

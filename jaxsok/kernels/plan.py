@@ -45,7 +45,7 @@ class OrderedRequests(NamedTuple):
     slots: Inverse
     """Line of each key among those that are sent, if there is a send capacity."""
     digest: Digest
-    """That of all keys."""
+    """Digest of all keys of the batch."""
 
 
 def plan_requests(

@@ -86,7 +86,7 @@ def exchange(number: int, lines: Array) -> Array:
 
 
 class ReceivedLines(NamedTuple):
-    """What all shards sent to one."""
+    """Lines and words that one shard received from all."""
 
     lines: UInt32[Array, "num_received 4"]
     """Equal parts by shard; padding after the lines of each."""
@@ -94,7 +94,7 @@ class ReceivedLines(NamedTuple):
     load: Int32[Array, "1 2"]
     """Most lines from one shard to one, and most to one from all shards; the same everywhere."""
     digest: Digest
-    """Digest of those of all shards; the same everywhere."""
+    """Digest of the digests of all shards; the same everywhere."""
 
 
 def send_lines(

@@ -433,17 +433,13 @@ def test_plans_with_too_little_room():
 
 
 @pytest.mark.parametrize(
-    ("wire", "combiner", "exchange", "sorts"),
-    [
-        ("window", "mean", {}, True),
-        ("dense", "mean", {}, False),
-        ("window", "mean", {"gradients": "float16"}, False),
-    ],
+    ("wire", "exchange", "sorts"),
+    [("window", {}, True), ("dense", {}, False), ("window", {"gradients": "float16"}, False)],
 )
-def test_what_a_lookup_sorts_for_its_update(wire, combiner, exchange, sorts):
+def test_what_a_lookup_sorts_for_its_update(wire, exchange, sorts):
     """The uses of its batch, if the update can send their sums through windows."""
     mesh = mesh_of_any()
-    tables, features, raw = one_feature("float32", 8, combiner)
+    tables, features, raw = one_feature("float32", 8, "mean")
     collection = collection_of(mesh, wire, tables, features, **exchange)
     state, batch = collection.init(seed=3, salt=0), collection.batch(raw(1, mesh.size)).features
     with on_any_platform():
