@@ -207,7 +207,7 @@ auto WithRowDtype(RowDtype dtype, const Work& work) {
   }
 }
 
-/// Calls work(row number, embedding number); embeddings and their gradients have the dtype of the rows, or float32.
+/// Calls work(row number, embedding number); embeddings have the dtype of the rows, or float32.
 ///
 /// Pre    : HasRowDtypes(rows, embeddings).
 template <typename Work>
@@ -231,6 +231,11 @@ auto WithStoredDtypes(RowDtype rows, RowDtype embeddings, const Work& work) {
 
 inline bool HasRowDtypes(RowDtype rows, RowDtype embeddings) {
   return embeddings == kRowDtypeFloat32 || embeddings == rows;
+}
+
+/// Returns whether an update takes such gradients: those of embeddings, or bfloat16, as they may cross a wire.
+inline bool HasGradientDtype(RowDtype rows, RowDtype gradients) {
+  return gradients == kRowDtypeBfloat16 || HasRowDtypes(rows, gradients);
 }
 
 }  // namespace jaxsok

@@ -80,6 +80,7 @@ ffi::Error Update(Call& call) {
 /// feature: a key for each request received, whose row gradient may arrive.
 ffi::Error UpdateWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
+  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
   Step step;
   step.Read(call);
   const Array slots = call.Operand("slots", ffi::S32, {-1});
@@ -99,16 +100,11 @@ ffi::Error UpdateWindow(Call& call) {
   ReadMeeting(call);
   const int32_t dim = step.store.view.dim;
   step.ReadResults(call);
-  // Not empty if gradients are sent as bfloat16, which are widened before the step.
-  const Array widened = call.Result("widened", ffi::F32, {-1, dim});
-  const bool is_float32 = widened.size(0) == 0;
-  if (!is_float32) call.CheckShape("widened", widened.dims(), {num_lines, dim});
   const Array num_uses = call.Result("num_uses", ffi::S32, {num_lines});
   void* workspace_of_bags = call.Workspace(UpdateWorkspaceBytes(bags.num_keys, dim));
   step.ReadWorkspace(call);
   return call.Launch([&](Stream stream) -> LaunchError {
-    const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
-    const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
+    const int64_t line_bytes = int64_t{dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
     Stream second;
     WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes, &second);
     if (exchange.error() != nullptr) return exchange.error();
@@ -122,12 +118,9 @@ ffi::Error UpdateWindow(Call& call) {
                                      workspace_of_bags);
     }
     if (error == nullptr) error = exchange.Meet(stream);
-    if (error == nullptr && !is_float32) {
-      error = LaunchWiden(stream, exchange.received(), widened.num_elements(), widened.as<float>());
-    }
     if (error != nullptr) return error;
-    const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
-    return exchange.Done(LaunchStepRows(stream, step.store.view, arguments, {kRowDtypeFloat32, &arrived}));
+    const void* arrived = exchange.received();
+    return exchange.Done(LaunchStepRows(stream, step.store.view, arguments, {dtype, &arrived}));
   });
 }
 
@@ -145,10 +138,7 @@ ffi::Error UpdateBagsWindow(Call& call) {
   const bool is_float32 = lines.dtype() == ffi::F32;
   call.Require(is_float32 || lines.dtype() == ffi::BF16, "lines", "wanted float32 or bfloat16");
   ReadMeeting(call);
-  const int64_t num_lines = num_shards * lines.size(0);
   step.ReadResults(call);
-  // Not empty if gradients are sent as bfloat16, which are widened before the step.
-  const Array widened = call.Result("widened", ffi::F32, {is_float32 ? 0 : num_lines, dim});
   step.ReadWorkspace(call);
   return call.Launch([&](Stream stream) -> LaunchError {
     Stream second;
@@ -158,17 +148,13 @@ ffi::Error UpdateBagsWindow(Call& call) {
     LaunchError error = LaunchSortUses(second, step.store.view, step.arguments());
     if (error == nullptr) error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
     if (error == nullptr) error = exchange.Meet(stream);
-    if (error == nullptr && !is_float32) {
-      error = LaunchWiden(stream, exchange.received(), widened.num_elements(), widened.as<float>());
-    }
     if (error != nullptr) return error;
-    const void* arrived = is_float32 ? exchange.received() : widened.as<void>();
     std::vector<const void*> gradients;
     for (int32_t s = 0; s < num_shards; ++s) {
-      gradients.push_back(static_cast<const float*>(arrived) + s * lines.size(0) * dim);
+      gradients.push_back(static_cast<const char*>(exchange.received()) + s * lines.num_bytes());
     }
-    return exchange.Done(
-        LaunchStepRows(stream, step.store.view, step.arguments(), {kRowDtypeFloat32, gradients.data()}));
+    const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
+    return exchange.Done(LaunchStepRows(stream, step.store.view, step.arguments(), {dtype, gradients.data()}));
   });
 }
 

@@ -29,9 +29,6 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
 LaunchError LaunchSortByRow(Stream stream, int64_t num_unique, const int32_t* inverse, const BatchView& batch,
                             void* sorted_uses, void* workspace);
 
-/// Widens numbers of bfloat16, exactly.
-LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened);
-
 }  // namespace jaxsok
 
 #endif  // JAXSOK_KERNELS_COMBINE_H_

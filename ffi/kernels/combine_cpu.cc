@@ -101,13 +101,4 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
 
 LaunchError LaunchSortByRow(Stream, int64_t, const int32_t*, const BatchView&, void*, void*) { return nullptr; }
 
-LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened) {
-  constexpr int64_t kNumbersPerTask = 1 << 16;
-  const auto* from = static_cast<const BFloat16*>(numbers);
-  RunRanges(stream, size, kNumbersPerTask, [&](int64_t begin, int64_t end) {
-    CopyRow(widened + begin, from + begin, static_cast<int32_t>(end - begin));
-  });
-  return nullptr;
-}
-
 }  // namespace jaxsok

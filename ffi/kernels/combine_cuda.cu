@@ -30,7 +30,7 @@ struct ApplyWrite {
   using Row = float;
   static constexpr bool kStepsLongRowsApart = false;
   static constexpr bool kStepsRows16 = false;
-  static constexpr bool kHasRowGradients = false;
+  using Gradient = float;
   static constexpr int kNumLines = 0;
 
   LineTarget out;
@@ -110,27 +110,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A thread widens 8 numbers at a time, grid-stride; the first thread also widens the remainder.
-__global__ void __launch_bounds__(kBlock) WidenKernel(const uint16_t* numbers, int64_t size, float* widened) {
-  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  for (int64_t i = start; i < size / 8; i += stride) {
-    const uint4 words = __ldg(reinterpret_cast<const uint4*>(numbers) + i);
-    float4* out = reinterpret_cast<float4*>(widened) + 2 * i;
-    out[0] = make_float4(FloatOfBits(words.x << 16), FloatOfBits(words.x & 0xffff0000u), FloatOfBits(words.y << 16),
-                         FloatOfBits(words.y & 0xffff0000u));
-    out[1] = make_float4(FloatOfBits(words.z << 16), FloatOfBits(words.z & 0xffff0000u), FloatOfBits(words.w << 16),
-                         FloatOfBits(words.w & 0xffff0000u));
-  }
-  if (start != 0) return;
-  for (int64_t i = size / 8 * 8; i < size; ++i) widened[i] = FloatOfBits(uint32_t{numbers[i]} << 16);
-}
-
 }  // namespace
-
-LaunchError LaunchWiden(Stream stream, const void* numbers, int64_t size, float* widened) {
-  WidenKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(static_cast<const uint16_t*>(numbers), size, widened);
-  return LastLaunchError();
-}
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
@@ -146,8 +126,7 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys != 0 && batch.num_tiles != 0) {
     if (sorted_uses == nullptr) JAXSOK_RETURN_IF_LAUNCH(SortByRow(stream, num_unique, inverse, batch, w));
-    JAXSOK_RETURN_IF_LAUNCH(
-        LaunchUses(stream, out, pointers, batch, w, dim, dim * static_cast<int32_t>(sizeof(float))));
+    JAXSOK_RETURN_IF_LAUNCH(LaunchUses(stream, out, pointers, batch, w, dim));
   }
   if (row_gradients.IsWindow()) return nullptr;
   int lanes = 1;

@@ -31,11 +31,13 @@ struct EmbeddingsView {
 
 constexpr LaunchError kWrongEmbeddings = "embeddings: neither float32 nor of the rows' dtype";
 
-/// The gradients with respect to embeddings, laid out as EmbeddingsView.
+/// The gradients with respect to embeddings, laid out as EmbeddingsView; bfloat16 for rows of any dtype, too.
 struct GradientsView {
   RowDtype dtype;
   const void* const* data;
 };
+
+constexpr LaunchError kWrongGradients = "gradients: neither float32 nor bfloat16 nor of the rows' dtype";
 
 // The bags of all three lookups: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness
 // positions each. Offsets never decrease (Python ensures it, for traced ones too: features.py); those outside

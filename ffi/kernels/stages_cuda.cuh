@@ -52,6 +52,35 @@ struct StagedLines {
   __device__ static char* PartAt(char* lines, int part) { return lines + (part * kBlock + threadIdx.x) * 16; }
 };
 
+/// The type of gradients of kernels that read at run time which of these it is; the widest comes first.
+template <typename... Numbers>
+struct AnyOf {};
+
+/// How a kernel reads gradients. One that is compiled for one type does not read the dtype: code for several costs
+/// registers.
+template <typename Gradient>
+struct GradientReader {
+  using Widest = Gradient;
+
+  /// Calls work(number) with a value of the gradients' type.
+  template <typename Work>
+  __device__ static void WithNumber(RowDtype, const Work& work) {
+    work(Gradient{});
+  }
+};
+template <typename First, typename... Others>
+struct GradientReader<AnyOf<First, Others...>> {
+  using Widest = First;
+
+  template <typename Work>
+  __device__ static void WithNumber(RowDtype dtype, const Work& work) {
+    if constexpr (sizeof...(Others) > 0) {
+      if (dtype != RowNumber<First>::kDtype) return GradientReader<AnyOf<Others...>>::WithNumber(dtype, work);
+    }
+    work(First{});
+  }
+};
+
 /// The inputs of a turn of StagedShortChunks in shared memory: the first gradient of each group's row, the row, and its
 /// optimizer state. While one stage is used, those of the following turns are filled.
 ///
@@ -63,8 +92,7 @@ struct StageOf {
   /// One more stage if lanes wait for each other's squares, since a warp then has less in flight. It cost 1% elsewhere.
   static constexpr int kCount = Apply::kStagesWords ? 3 : 2;
   using Row = typename Apply::Row;
-  using Gradient = std::conditional_t<Apply::kHasRowGradients, Row, float>;
-  using Gradients = StagedLines<Gradient, kVector, kPerLane>;
+  using Gradients = StagedLines<typename GradientReader<typename Apply::Gradient>::Widest, kVector, kPerLane>;
   using Rows = StagedLines<Row, kVector, kPerLane>;
   using States = StagedLines<float, kVector, kPerLane>;
 

@@ -215,7 +215,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArgu
   const auto& [states, spec, hyper, step, is_live, batch, row_ids, num_nonfinite, num_stale, workspace, requests] = a;
   const int32_t dim = store.dim;
   if (dim < 1 || dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
-  if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
+  if (!HasGradientDtype(store.row_dtype, gradients.dtype)) return kWrongGradients;
   if (LaunchError error = CheckStates(spec.optimizer, states, dim)) return error;
   const BagFeatures bags(stream, batch);
   if (LaunchError error = batch.tables == nullptr ? bags.ErrorWithTables(store.num_tables) : bags.error()) return error;
@@ -237,7 +237,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArgu
     return RowRounding::Of(words, rounding_of_step, batch.keys[position]);
   };
   const int64_t num_rows = std::max<int64_t>(1, std::min(store.counters[kNumAllocated], store.capacity));
-  return WithRowDtypes(store.row_dtype, gradients.dtype, [&](auto row_number, auto gradient_number) {
+  const auto run = [&](auto row_number, auto gradient_number) {
     using R = decltype(row_number);
     using G = decltype(gradient_number);
     const auto fetch = [&](uint32_t row) {
@@ -258,8 +258,10 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArgu
     for (int32_t f = 0; f < batch.num_features; ++f) typed[f] = static_cast<const G*>(gradients.data[f]);
     ForEachRowGradient(stream, bags, is_used, typed.data(), batch.num_keys, dim, num_rows, positions, fetch, apply,
                        workspace);
-    return LaunchError{nullptr};
-  });
+  };
+  WithRowDtype(store.row_dtype,
+               [&](auto row) { WithRowDtype(gradients.dtype, [&](auto gradient) { run(row, gradient); }); });
+  return nullptr;
 }
 
 }  // namespace jaxsok

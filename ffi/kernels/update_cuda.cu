@@ -82,10 +82,10 @@ LaunchError LaunchSortUses(Stream stream, const StoreView& store, const UpdateAr
 
 LaunchError LaunchStepRows(Stream stream, const StoreView& store, const UpdateArguments& a,
                            const GradientsView& gradients) {
-  if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
+  if (!HasGradientDtype(store.row_dtype, gradients.dtype)) return kWrongGradients;
   JAXSOK_RETURN_IF_LAUNCH(CheckStates(a.spec.optimizer, a.states, store.dim));
   if (a.batch.num_keys == 0 || a.batch.num_tiles == 0) return nullptr;
-  GradientPointers pointers{{}, gradients.dtype == kRowDtypeFloat32 ? 4 : 2};
+  GradientPointers pointers{{}, gradients.dtype};
   JAXSOK_RETURN_IF_LAUNCH(FillPointers(gradients.data, a.batch.num_features, pointers.of_feature));
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(a.workspace, a.batch.num_keys, store.dim, BitsBelow(store.capacity), &w));

@@ -10,7 +10,7 @@ namespace jaxsok {
 /// The bag gradients of each feature.
 struct GradientPointers {
   FeaturePointers<const void> of_feature;
-  int32_t number_bytes;
+  RowDtype dtype;
 };
 
 /// The kernels that step the rows whose uses are sorted, by an optimizer of core/row_update.h (update_cuda.cuh).

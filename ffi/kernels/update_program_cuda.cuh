@@ -217,7 +217,8 @@ struct ApplyProgram {
   static constexpr bool kStepsLongRowsApart = true;
   static constexpr bool kStepsRows16 = false;
   static constexpr bool kShiftsBlocks = false;
-  static constexpr bool kHasRowGradients = false;
+  using Gradient =
+      std::conditional_t<std::is_same_v<Row, Float16>, AnyOf<float, BFloat16, Float16>, AnyOf<float, BFloat16>>;
   static constexpr int kSharedBytes = 100 << 10;  // per block: two fit a multiprocessor
 
   StoreView store;
@@ -434,8 +435,7 @@ LaunchError ProgramOf<Row>::Launch(Stream stream, const StoreView& store, const 
   const int per_lane = ShapePerLane(store.dim, shape);
   BlockShape block;
   JAXSOK_RETURN_IF_LAUNCH(apply.Translate(*a.spec.program, shape.vector, per_lane, &block));
-  return LaunchUses(stream, apply, gradients.of_feature, a.batch, w, store.dim, store.dim * gradients.number_bytes,
-                    shape, block);
+  return LaunchUses(stream, apply, gradients.of_feature, a.batch, w, store.dim, gradients.dtype, shape, block);
 }
 
 }  // namespace jaxsok

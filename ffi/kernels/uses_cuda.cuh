@@ -107,16 +107,14 @@ struct UseView {
   int num_features;
   const UseFactor* factors;
   int32_t dim;
-  int32_t line_bytes;  // of a bag gradient
+  RowDtype gradient_dtype;
   int64_t num_keys;
-
-  /// Returns whether bag gradients are float32; otherwise they have the dtype of the rows.
-  __device__ bool IsFloat32() const { return line_bytes == dim * static_cast<int32_t>(sizeof(float)); }
 
   __device__ const void* GradientOf(const FeaturePointers<const void>& gradients, uint32_t position,
                                     float* factor) const {
     const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position), num_keys);
     const int32_t* words = features + f * kNumFeatureWords;
+    const int32_t line_bytes = dim * (gradient_dtype == kRowDtypeFloat32 ? 4 : 2);
     if (IsPlain(__ldg(words + kFeatureCombiner), __ldg(words + kFeatureHotness), __ldg(words + kFeatureWeightsStart))) {
       *factor = 1.0f;
       const int32_t at = static_cast<int32_t>(position) - __ldg(words + kFeatureKeyStart);
@@ -223,33 +221,21 @@ struct WarpUses {
   /// Returns the gradient of one use, without its factor.
   template <typename Apply, int kVector, int kPerLane>
   __device__ void Load(int use, const UseView& view, int lane, int lanes, RowPart<kVector, kPerLane>& part) const {
-    if (HasFloat32Gradients<Apply>(view)) {
-      part.Load(static_cast<const float*>(gradients[use]), lane, lanes, view.dim);
-    } else {
-      part.Load(static_cast<const typename Apply::Row*>(gradients[use]), lane, lanes, view.dim);
-    }
+    GradientReader<typename Apply::Gradient>::WithNumber(view.gradient_dtype, [&](auto number) {
+      part.Load(static_cast<const decltype(number)*>(gradients[use]), lane, lanes, view.dim);
+    });
   }
 
   /// Adds uses [first, first + count) to `sum`, in sequence. Groups of lanes each add their own.
   template <typename Apply, int kVector, int kPerLane>
   __device__ void Add(int first, int count, bool has_factors, const UseView& view, int lane, int lanes,
                       RowPart<kVector, kPerLane>& sum) const {
-    if (HasFloat32Gradients<Apply>(view)) {
-      AddAs<float>(first, count, has_factors, view.dim, lane, lanes, sum);
-    } else {
-      AddAs<typename Apply::Row>(first, count, has_factors, view.dim, lane, lanes, sum);
-    }
+    GradientReader<typename Apply::Gradient>::WithNumber(view.gradient_dtype, [&](auto number) {
+      AddAs<decltype(number)>(first, count, has_factors, view.dim, lane, lanes, sum);
+    });
   }
 
  private:
-  /// Returns whether gradients are float32, as a constant if the kernel is compiled for one dtype: code for both costs
-  /// registers.
-  template <typename Apply>
-  __device__ static bool HasFloat32Gradients(const UseView& view) {
-    if (std::is_same_v<typename Apply::Row, float>) return true;
-    return Apply::kHasRowGradients ? false : view.IsFloat32();
-  }
-
   template <typename Gradient, int kVector, int kPerLane>
   __device__ void AddAs(int first, int count, bool has_factors, int dim, int lane, int lanes,
                         RowPart<kVector, kPerLane>& sum) const {
@@ -471,9 +457,11 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
       Part sum;
       sum.Fill(0.0f);
       if (has_row) {
-        PackedPart<typename Stage::Gradient, kVector, kPerLane> first_gradient;
-        Stage::Gradients::Take(stage.gradients, first_gradient);
-        sum = first_gradient.Widened();
+        GradientReader<typename Apply::Gradient>::WithNumber(view.gradient_dtype, [&](auto number) {
+          PackedPart<decltype(number), kVector, kPerLane> first_gradient;
+          StagedLines<decltype(number), kVector, kPerLane>::Take(stage.gradients, first_gradient);
+          sum = first_gradient.Widened();
+        });
         AddOthers(start, count, sum);
         apply.Take(stage, RoundingOf(start), lanes, loaded);
       }
@@ -495,8 +483,10 @@ struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
   __device__ void Ask(int turn, int num_shorts, const Stage& stage) const {
     if (turn < num_shorts) {
       const int start = uses.short_starts[turn];
-      Stage::Gradients::Ask(stage.gradients, static_cast<const typename Stage::Gradient*>(uses.gradients[start]), lane,
-                            lanes, view.dim);
+      GradientReader<typename Apply::Gradient>::WithNumber(view.gradient_dtype, [&](auto number) {
+        StagedLines<decltype(number), kVector, kPerLane>::Ask(
+            stage.gradients, static_cast<const decltype(number)*>(uses.gradients[start]), lane, lanes, view.dim);
+      });
       apply.Ask(uses.rows[start], stage, lane, lanes);
     }
     __pipeline_commit();
@@ -895,12 +885,12 @@ struct LaunchSums {
   }
 };
 
-/// Launches sum and long, after the uses are sorted. `shape`: how lanes share a row.
+/// Launches sum and long, after the uses are sorted. `dtype`: that of the gradients; `shape`: how lanes share a row.
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
-                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes,
-                              LaneShape shape, BlockShape block) {
-  const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim, RowDtype dtype, LaneShape shape,
+                              BlockShape block) {
+  const UseView view{batch.features, batch.num_features, w.factors, dim, dtype, batch.num_keys};
   const LaunchSums<Apply> sums{stream, apply, gradients, view, w, batch.num_keys, shape, block};
   if constexpr (Apply::kStepsRows16) {
     if (shape.vector == 8) return DispatchVectorsOf8(dim, shape, sums);
@@ -910,8 +900,8 @@ inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePo
 
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
-                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes) {
-  return LaunchUses(stream, apply, gradients, batch, w, dim, line_bytes, LaneShape::Of(dim), {kBlock, 0});
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim) {
+  return LaunchUses(stream, apply, gradients, batch, w, dim, kRowDtypeFloat32, LaneShape::Of(dim), {kBlock, 0});
 }
 
 }  // namespace jaxsok

@@ -106,12 +106,12 @@ def update_window(
     operands["sorted_uses"] = jnp.zeros(0, jnp.uint8) if sorted_uses is None else sorted_uses
     operands |= {"requests": requests} | after_meeting(window, slots)
     results = step.results() | {
-        "widened": result(slots, (num_lines if dtype == "bfloat16" else 0, dim), "float32"),
         "num_uses": result(slots, (num_lines,), "int32"),
         "workspace_of_bags": workspace(slots, "JaxsokUpdateWorkspaceBytes", slots.shape[0], dim),
         "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", num_lines, dim),
     }
     attributes = step.attributes() | {"window": window, "num_bag_tiles": num_bag_tiles}
+    attributes["is_bfloat16"] = dtype == "bfloat16"
     store, out = call_on_store("jaxsok_update_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]
 
@@ -120,11 +120,9 @@ def update_bags_window(
     window: int, store: Store, step: Step, lines: Float[Array, "num_bags dim"]
 ) -> tuple[Store, ByTable, Int32[Array, ""]]:
     """Does an exchange of the gradients of bags and `update`, whose batch has a feature for each shard, in one call."""
-    num_shards, dim = step.batch[3].shape[0], lines.shape[1]
-    num_widened = num_shards * lines.shape[0] if lines.dtype == jnp.bfloat16 else 0
-    size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], dim)
+    size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], lines.shape[1])
     operands = step.operands() | {"lines": lines} | after_meeting(window, lines)
-    results = step.results() | {"widened": result(lines, (num_widened, dim), "float32"), "workspace": size}
+    results = step.results() | {"workspace": size}
     attributes = step.attributes() | {"window": window}
     store, out = call_on_store("jaxsok_update_bags_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]

@@ -247,7 +247,7 @@ def rows16_dims(dtype: str, dim: int) -> Script:
 @cases(*((dtype, o, (i + o) % 2) for i, dtype in enumerate(HALVES) for o in range(4)))
 @cases(*((dtype, o, STOCHASTIC, (24, 128)[(i + o) % 2]) for i, dtype in enumerate(HALVES) for o in range(4)))
 def rows16_optimizers(dtype: str, optimizer: int, rounding: int, dim: int = 12) -> Script:
-    """Makes three steps of every optimizer, some small, by gradients of float32 and of 16 bits."""
+    """Makes three steps of every optimizer, some small, by gradients of float32, the rows' dtype and bfloat16."""
     half = HALVES[dtype]
     script = Script(slabs=(5, 7, 50), dim=dim, num_tables=3, optimizer=optimizer, dtype=half)
     script.fill(range(30), np.arange(30) % 3)
@@ -255,9 +255,23 @@ def rows16_optimizers(dtype: str, optimizer: int, rounding: int, dim: int = 12) 
     batch = Batch(*(single(keys[t], t) for t in range(3)))
     row_ids = script.store.find(batch.keys, batch.tables)
     for num_steps, learning_rate in enumerate((0.5, 1e-4, 1e-2)):
-        gradients = [script.normal(f.num_bags, dim).astype(half if num_steps else F32) for f in batch.features]
+        dtype_of_gradients = (F32, half, HALVES["bfloat16"])[num_steps]
+        gradients = [script.normal(f.num_bags, dim).astype(dtype_of_gradients) for f in batch.features]
         more = {"rounding": rounding, "num_steps": num_steps, "tables_apart": num_steps == 1}
         script.update(batch, row_ids, gradients=gradients, learning_rate=learning_rate, **more)
+    return script
+
+
+@cases(*itertools.product(range(4), (12, 128)), (ADAGRAD, 7), (ROWWISE_ADAGRAD, 300))
+def bfloat16_gradients(optimizer: int, dim: int) -> Script:
+    """Steps float32 rows by gradients of bfloat16: rows with one use, few, and more than 32; bags that are divided."""
+    script = Script(slabs=(5, 7, 50), dim=dim, num_tables=3, optimizer=optimizer)
+    script.fill(range(30), np.arange(30) % 3)
+    keys = [keys_with_uses(script, [1, 2, 33, 3, 300, 9]) * U64(3) + U64(t) for t in range(3)]
+    batch = Batch(single(keys[0], 0), single(keys[1], 1), make_fixed(keys[2], 2, MEAN, 4))
+    row_ids = script.store.find(batch.keys, batch.tables)
+    gradients = [script.normal(f.num_bags, dim).astype(HALVES["bfloat16"]) for f in batch.features]
+    script.update(batch, row_ids, gradients=gradients)
     return script
 
 
