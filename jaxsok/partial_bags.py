@@ -15,7 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxsok import annotations, exchange as exchange_lib, norms, table, tiers, update
 from jaxsok.checks import not_none
@@ -96,8 +96,8 @@ class _Received:
 
     features: StoreFeatures
     table_ids: UInt32[Array, " num_lines"]
-    is_left_out: Array
-    """Marks uses whose bag has a divisor of zero: their rows take no step."""
+    is_left_out: Bool[Array, " num_lines"] | None
+    """Marks uses whose bag has a divisor of zero: their rows take no step. None: without weights there are none."""
 
 
 def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Received:
@@ -123,12 +123,10 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
         for shard in range(spec.num_shards)
     ]
     keys, tables, weights = uses.received[:, :2], uses.received[:, 2], uses.received[:, 3]
-    weights = lax.bitcast_convert_type(weights, jnp.float32) if is_weighted else None
-    return _Received(
-        StoreFeatures(keys, uses.offsets, weights, tuple(layouts)),
-        tables & jnp.uint32(plan_kernels.LEFT_OUT - 1),
-        tables >= jnp.uint32(plan_kernels.LEFT_OUT),
-    )
+    if not is_weighted:
+        return _Received(StoreFeatures(keys, uses.offsets, None, tuple(layouts)), tables, None)
+    weights, bit = lax.bitcast_convert_type(weights, jnp.float32), jnp.uint32(plan_kernels.LEFT_OUT)
+    return _Received(StoreFeatures(keys, uses.offsets, weights, tuple(layouts)), tables & ~bit, tables >= bit)
 
 
 # Lookups -------------------------------------------------------------------------------------------------------------
@@ -280,10 +278,10 @@ def _join_received(
         )
     received = [_received_batch(spec, plan.features.stores[s], plan.uses_of(s)) for plan in used.plans]
     batch, num_tiles = join_features([part.features for part in received])
-    row_ids = [
-        jnp.where(part.is_left_out, jnp.uint32(NO_ROW), plan.found_of(s).row_ids)
-        for part, plan in zip(received, used.plans, strict=True)
-    ]
+    row_ids = [plan.found_of(s).row_ids for plan in used.plans]
+    for p, part in enumerate(received):
+        if part.is_left_out is not None:
+            row_ids[p] = jnp.where(part.is_left_out, jnp.uint32(NO_ROW), row_ids[p])
     return batch, num_tiles, concatenate(row_ids), concatenate([part.table_ids for part in received])
 
 
@@ -298,10 +296,11 @@ def update_exchanged(
     step = update_kernels.Step(spec.table_words(), inputs.seed, inputs.step, *of_batch)
     windows, wire = exchange.windows, exchange.spec.gradients
     if windows is not None and len(used.plans) == 1 and wire not in SCALED_DTYPES:
-        lines = _scaled_gradients(spec, used.plans[0], used.gradients[0], s)
-        lines = table.round_to(lines, exchange_lib.gathered_dtype(wire, "float32"))
-        windows.reserve(spec.num_shards * lines.size * lines.dtype.itemsize)
-        view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, lines)
+        part, scales = used.plans[0].features.stores[s], used.plans[0].uses_of(s).scales
+        dtype = exchange_lib.gathered_dtype(wire, "float32")
+        windows.reserve(spec.num_shards * scales.size * spec.dim * jnp.dtype(dtype).itemsize)
+        of_bags = part.operands()[1:], scales, gradients_by_bag(spec, part, used.gradients[0]), part.num_tiles, dtype
+        view, num_nonfinite, num_stale = update_kernels.update_bags_window(windows.number, view, step, *of_bags)
     else:
         gradients = [_to_owners(exchange, spec, *pair, s) for pair in zip(used.plans, used.gradients, strict=True)]
         view, num_nonfinite, num_stale = update_kernels.update(view, step, gradients)

@@ -74,6 +74,17 @@ ffi::Error Update(Call& call) {
   return call.Launch([&](Stream stream) { return LaunchUpdate(stream, step.store.view, step.arguments(), gradients); });
 }
 
+/// Reads the gradients of a batch's bags, an array for each feature.
+std::vector<const float*> ReadBagGradients(Call& call, int32_t num_features) {
+  RowArrays arrays(call, "bag_gradients");
+  std::vector<const float*> gradients;
+  for (int32_t f = 0; f < num_features; ++f) {
+    gradients.push_back(static_cast<const float*>(arrays.Add(call.Operand("bag_gradients"))));
+  }
+  call.Require(arrays.dtype() == kRowDtypeFloat32, "bag_gradients", "wanted float32");
+  return gradients;
+}
+
 /// Sums the gradients of a batch by request, sends the sums to the owners of the rows, and steps these rows.
 ///
 /// Sums go straight into the windows of the owners, and are read where they arrive. The batch of the step has one
@@ -85,12 +96,7 @@ ffi::Error UpdateWindow(Call& call) {
   step.Read(call);
   const Array slots = call.Operand("slots", ffi::S32, {-1});
   const BatchView bags = ReadBags(call, slots.size(0), call.Attribute<int32_t>("num_bag_tiles"));
-  RowArrays arrays(call, "bag_gradients");
-  std::vector<const float*> bag_gradients;
-  for (int32_t f = 0; f < bags.num_features; ++f) {
-    bag_gradients.push_back(static_cast<const float*>(arrays.Add(call.Operand("bag_gradients"))));
-  }
-  call.Require(arrays.dtype() == kRowDtypeFloat32, "bag_gradients", "wanted float32");
+  const std::vector<const float*> bag_gradients = ReadBagGradients(call, bags.num_features);
   // Empty: the uses of the bags are sorted here.
   const Array sorted_uses = call.Operand("sorted_uses", ffi::U8, {-1});
   const bool is_sorted = sorted_uses.size(0) != 0;
@@ -130,30 +136,33 @@ ffi::Error UpdateWindow(Call& call) {
 /// feature for each shard.
 ffi::Error UpdateBagsWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
+  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
   Step step;
   step.Read(call);
-  const int32_t dim = step.store.view.dim, num_shards = step.batch.num_features;
-  const Array lines = call.Operand("lines");
-  call.CheckShape("lines", lines.dims(), {-1, dim});
-  const bool is_float32 = lines.dtype() == ffi::F32;
-  call.Require(is_float32 || lines.dtype() == ffi::BF16, "lines", "wanted float32 or bfloat16");
+  const BatchView bags = ReadBags(call, 0, call.Attribute<int32_t>("num_bag_tiles"));
+  const Array scales = call.Operand("scales", ffi::F32, {-1});
+  const std::vector<const float*> bag_gradients = ReadBagGradients(call, bags.num_features);
   ReadMeeting(call);
   step.ReadResults(call);
   step.ReadWorkspace(call);
+  const int32_t dim = step.store.view.dim, num_shards = step.batch.num_features;
+  const int64_t part_bytes = scales.size(0) * dim * (dtype == kRowDtypeFloat32 ? 4 : 2);
   return call.Launch([&](Stream stream) -> LaunchError {
     Stream second;
-    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * lines.num_bytes(), &second);
+    WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * part_bytes, &second);
     if (exchange.error() != nullptr) return exchange.error();
     if (num_shards != exchange.num_shards()) return "features: wanted one for each shard";
     LaunchError error = LaunchSortUses(second, step.store.view, step.arguments());
-    if (error == nullptr) error = LaunchWindowPush(stream, exchange, lines.as<void>(), lines.num_bytes(), 0);
+    if (error == nullptr) {
+      error = LaunchSendBagGradients(stream, bag_gradients.data(), scales.as<float>(), dim, bags,
+                                     exchange.Target(1, part_bytes), exchange.shard(), num_shards, dtype);
+    }
     if (error == nullptr) error = exchange.Meet(stream);
     if (error != nullptr) return error;
     std::vector<const void*> gradients;
     for (int32_t s = 0; s < num_shards; ++s) {
-      gradients.push_back(static_cast<const char*>(exchange.received()) + s * lines.num_bytes());
+      gradients.push_back(static_cast<const char*>(exchange.received()) + s * part_bytes);
     }
-    const RowDtype dtype = is_float32 ? kRowDtypeFloat32 : kRowDtypeBfloat16;
     return exchange.Done(LaunchStepRows(stream, step.store.view, step.arguments(), {dtype, gradients.data()}));
   });
 }

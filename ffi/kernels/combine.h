@@ -4,6 +4,7 @@
 #define JAXSOK_KERNELS_COMBINE_H_
 
 #include "lookup.h"
+#include "plan.h"
 #include "update.h"
 
 namespace jaxsok {
@@ -28,6 +29,17 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
 /// Post   : `sorted_uses`, of SortedUsesBytes(batch.num_keys), is what LaunchCombineTranspose reads.
 LaunchError LaunchSortByRow(Stream stream, int64_t num_unique, const int32_t* inverse, const BatchView& batch,
                             void* sorted_uses, void* workspace);
+
+/// Writes the gradients of bags into the windows of all shards, times the scales of their bags.
+///
+/// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; of `bags` only the features are read. scales[b] is that
+/// of
+///          bag b, counted over all features (UsesView). windows.parts[s]: where this shard's lines begin in the window
+///          of shard s.
+/// Post   : line b of each window is the scaled gradient of bag b, as `dtype` (float32 or bfloat16).
+LaunchError LaunchSendBagGradients(Stream stream, const float* const* bag_gradients, const float* scales, int32_t dim,
+                                   const BatchView& bags, const LineTarget& windows, int32_t shard, int32_t num_shards,
+                                   RowDtype dtype);
 
 }  // namespace jaxsok
 

@@ -101,4 +101,29 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
 
 LaunchError LaunchSortByRow(Stream, int64_t, const int32_t*, const BatchView&, void*, void*) { return nullptr; }
 
+LaunchError LaunchSendBagGradients(Stream stream, const float* const* bag_gradients, const float* scales, int32_t dim,
+                                   const BatchView& bags, const LineTarget& windows, int32_t, int32_t num_shards,
+                                   RowDtype dtype) {
+  for (int32_t f = 0; f < bags.num_features; ++f) {
+    const int32_t* words = bags.features + int64_t{f} * kNumFeatureWords;
+    const int64_t bag_start = words[kFeatureBagStart];
+    RunRanges(stream, words[kFeatureNumBags], kBagsPerTile, [&](int64_t begin, int64_t end) {
+      std::vector<float> scaled(dim);
+      for (int64_t bag = begin; bag < end; ++bag) {
+        const float* gradient = bag_gradients[f] + bag * dim;
+        const int64_t line = bag_start + bag;
+        for (int32_t c = 0; c < dim; ++c) scaled[c] = ScaledByBag(gradient[c], scales[line]);
+        for (int32_t s = 0; s < num_shards; ++s) {
+          if (dtype == kRowDtypeFloat32) {
+            CopyRow(reinterpret_cast<float*>(windows.parts[s]) + line * dim, scaled.data(), dim);
+          } else {
+            RoundRow(reinterpret_cast<BFloat16*>(windows.parts[s]) + line * dim, scaled.data(), dim);
+          }
+        }
+      }
+    });
+  }
+  return nullptr;
+}
+
 }  // namespace jaxsok

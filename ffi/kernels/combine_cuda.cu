@@ -110,7 +110,70 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
+constexpr int kSendThreads = 512;
+constexpr int kMostSendBlocks = 64;  // the link is nearly full, and other multiprocessors are free
+
+// A block takes one tile of bags after the other: reads its gradients once, and writes them to all shards. Shards begin
+// with different peers.
+template <typename To, int kVector>
+__global__ void __launch_bounds__(kSendThreads, 2)
+    SendBagGradientsKernel(const __grid_constant__ FeaturePointers<const float> gradients, BatchView bags,
+                           const float* scales, const __grid_constant__ LineTarget windows, int dim, int shard,
+                           int num_shards) {
+  constexpr int kFlight = 4;
+  for (int tile = static_cast<int>(blockIdx.x); tile < bags.num_tiles; tile += static_cast<int>(gridDim.x)) {
+    const Feature f = Feature::Load(
+        bags.features, FeatureAt(bags.features, bags.num_features, kFeatureTileStart, tile, bags.num_tiles));
+    const int first_bag = (tile - f.tile_start) * kBagsPerTile;
+    const int num_vectors = min(kBagsPerTile, f.num_bags - first_bag) * (dim / kVector);
+    const float* from = gradients.data[f.number] + int64_t{first_bag} * dim;
+    const int64_t line = int64_t{f.bag_start} + first_bag;
+    for (int first = static_cast<int>(threadIdx.x); first < num_vectors; first += kFlight * kSendThreads) {
+      Columns<kVector> columns[kFlight];
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int at = first + i * kSendThreads;
+        if (at < num_vectors) columns[i] = Columns<kVector>::Load(from + at * kVector);
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int at = first + i * kSendThreads;
+        if (at >= num_vectors) continue;
+        const float scale = __ldg(scales + line + at * kVector / dim);
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) columns[i].v[c] = ScaledByBag(columns[i].v[c], scale);
+      }
+      for (int p = 0; p < num_shards; ++p) {
+        To* to = reinterpret_cast<To*>(windows.parts[(shard + p) % num_shards]) + line * dim;
+#pragma unroll
+        for (int i = 0; i < kFlight; ++i) {
+          const int at = first + i * kSendThreads;
+          if (at < num_vectors) columns[i].Store(to + at * kVector);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
+
+LaunchError LaunchSendBagGradients(Stream stream, const float* const* bag_gradients, const float* scales, int32_t dim,
+                                   const BatchView& bags, const LineTarget& windows, int32_t shard, int32_t num_shards,
+                                   RowDtype dtype) {
+  if (bags.num_tiles == 0) return nullptr;
+  FeaturePointers<const float> pointers;
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers(bag_gradients, bags.num_features, pointers));
+  const int blocks = std::min(bags.num_tiles, kMostSendBlocks);
+  const auto launch = [&](auto* kernel) {
+    kernel<<<blocks, kSendThreads, 0, stream>>>(pointers, bags, scales, windows, dim, shard, num_shards);
+    return LastLaunchError();
+  };
+  const bool is_float32 = dtype == kRowDtypeFloat32;
+  if (dim % 4 != 0) {
+    return is_float32 ? launch(SendBagGradientsKernel<float, 1>) : launch(SendBagGradientsKernel<BFloat16, 1>);
+  }
+  return is_float32 ? launch(SendBagGradientsKernel<float, 4>) : launch(SendBagGradientsKernel<BFloat16, 4>);
+}
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,

@@ -126,6 +126,11 @@ JAXSOK_HOST_DEVICE float ScaleOfBag(bool is_divided, bool is_left_out, float sca
   return !is_divided ? 1.0f : is_left_out ? -0.0f : scale == 0.0f ? 0.0f : scale;
 }
 
+/// Returns a number of a bag's sum or gradient times the scale; zero if the divisor is zero, even of a NaN.
+JAXSOK_HOST_DEVICE float ScaledByBag(float number, float scale) {
+  return BitsOfFloat(scale) == uint32_t{1} << 31 ? 0.0f : number * scale;
+}
+
 /// Returns the bytes for ordering a batch's uses: owner and bag of each, bags in the order of the owners, and dealing.
 constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
   return PaddedToLine(num_keys) * (3 * 4) + DealCountBytes(num_keys) + DealSortBytes(num_keys);

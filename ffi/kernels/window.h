@@ -106,8 +106,6 @@ class WindowExchange {
   LaunchError error() const { return error_; }
   int32_t num_shards() const;
   int32_t shard() const;
-  /// Returns whether a second stream works for the exchange; until `Meet`.
-  bool has_second_stream() const { return has_second_stream_; }
   /// Returns where this shard writes: part p of its rows goes into the window of shard p, at the place of this shard.
   LineTarget Target(int64_t lines_of_part, int64_t line_bytes) const;
   /// Returns what the others wrote, by shard, once all have met.
@@ -133,11 +131,6 @@ class WindowExchange {
   bool is_done_ = false, has_second_stream_ = false;
   LaunchError error_ = nullptr;
 };
-
-/// Writes parts of an array into the windows of the shards: part p begins `stride_bytes` after the previous one. 0: all
-/// shards get the same part.
-LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
-                             int64_t stride_bytes);
 
 /// Sends equal parts of an array to the shards, and receives theirs.
 ///

@@ -16,24 +16,17 @@ constexpr int64_t kPageBytes = 4096;
 
 }  // namespace
 
-LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
-                             int64_t stride_bytes) {
+LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
+                                 void* received) {
   const LineTarget target = exchange.Target(1, part_bytes);
   for (int32_t s = 0; s < exchange.num_shards(); ++s) {
     RunRanges(stream, part_bytes, kBytesPerTask, [&](int64_t begin, int64_t end) {
-      std::memcpy(target.At(s, part_bytes) + begin, static_cast<const char*>(lines) + s * stride_bytes + begin,
+      std::memcpy(target.At(s, part_bytes) + begin, static_cast<const char*>(lines) + s * part_bytes + begin,
                   static_cast<size_t>(end - begin));
     });
   }
-  return nullptr;
-}
-
-LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
-                                 void* received) {
-  const int64_t num_bytes = exchange.num_shards() * part_bytes;
-  if (LaunchError error = LaunchWindowPush(stream, exchange, lines, part_bytes, part_bytes)) return error;
   if (LaunchError error = exchange.Meet(stream)) return error;
-  RunRanges(stream, num_bytes, kBytesPerTask, [&](int64_t begin, int64_t end) {
+  RunRanges(stream, exchange.num_shards() * part_bytes, kBytesPerTask, [&](int64_t begin, int64_t end) {
     std::memcpy(static_cast<char*>(received) + begin, static_cast<const char*>(exchange.received()) + begin,
                 static_cast<size_t>(end - begin));
   });

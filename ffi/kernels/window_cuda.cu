@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kFlight = 8;  // loads of 16 bytes in flight per thread
 constexpr int kMostPushBlocks = 264;
-constexpr int kFewPushBlocks = 64;  // of 512 threads: the link is nearly full, and other multiprocessors are free
 
 __device__ __forceinline__ uint64_t LoadAcquire(const uint64_t* at) {
   uint64_t value;
@@ -129,9 +128,9 @@ inline int WordBytes(int64_t num_bytes, const void* array) {
 // Each block copies its share of one part; shards begin with different peers.
 template <typename Word>
 __global__ void __launch_bounds__(512, 2) PushKernel(const __grid_constant__ LineTarget target, const char* lines,
-                                                     int64_t part_bytes, int64_t stride_bytes, int me, int num_shards) {
+                                                     int64_t part_bytes, int me, int num_shards) {
   const int part = (me + static_cast<int>(blockIdx.x)) % num_shards;
-  CopyPart<Word>(target.At(part, part_bytes), lines + part * stride_bytes, part_bytes,
+  CopyPart<Word>(target.At(part, part_bytes), lines + part * part_bytes, part_bytes,
                  static_cast<int>(blockIdx.x) / num_shards, static_cast<int>(gridDim.x) / num_shards);
 }
 
@@ -225,25 +224,18 @@ LaunchError Load(Kernel* kernel) {
 
 }  // namespace
 
-LaunchError LaunchWindowPush(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
-                             int64_t stride_bytes) {
-  const int num_shards = exchange.num_shards();
-  const int most_blocks = exchange.has_second_stream() ? kFewPushBlocks : kMostPushBlocks;
-  WithWord(WordBytes(part_bytes, lines), [&](auto word) {
-    using Word = decltype(word);
-    const int of_part = CopyBlocks<Word>(part_bytes, std::max(1, most_blocks / num_shards));
-    PushKernel<Word><<<num_shards * of_part, 512, 0, stream>>>(exchange.Target(1, part_bytes),
-                                                               static_cast<const char*>(lines), part_bytes,
-                                                               stride_bytes, exchange.shard(), num_shards);
-  });
-  return LastLaunchError();
-}
-
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received) {
-  JAXSOK_RETURN_IF_LAUNCH(LaunchWindowPush(stream, exchange, lines, part_bytes, part_bytes));
+  const int num_shards = exchange.num_shards();
+  const int64_t num_bytes = num_shards * part_bytes;
+  WithWord(WordBytes(part_bytes, lines), [&](auto word) {
+    using Word = decltype(word);
+    const int of_part = CopyBlocks<Word>(part_bytes, std::max(1, kMostPushBlocks / num_shards));
+    PushKernel<Word><<<num_shards * of_part, 512, 0, stream>>>(
+        exchange.Target(1, part_bytes), static_cast<const char*>(lines), part_bytes, exchange.shard(), num_shards);
+  });
+  JAXSOK_RETURN_IF_LAUNCH(LastLaunchError());
   JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
-  const int64_t num_bytes = exchange.num_shards() * part_bytes;
   WithWord(WordBytes(part_bytes, received), [&](auto word) {
     using Word = decltype(word);
     TakeKernel<Word><<<CopyBlocks<Word>(num_bytes, 2 * NumMultiprocessors()), 512, 0, stream>>>(

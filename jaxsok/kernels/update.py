@@ -117,12 +117,24 @@ def update_window(
 
 
 def update_bags_window(
-    window: int, store: Store, step: Step, lines: Float[Array, "num_bags dim"]
+    window: int,
+    store: Store,
+    step: Step,
+    bags: Sequence[Any],
+    scales: Float32[Array, " num_bags"],
+    gradients: Sequence[Float32[Array, "..."]],
+    num_bag_tiles: int,
+    dtype: str,
 ) -> tuple[Store, ByTable, Int32[Array, ""]]:
-    """Does an exchange of the gradients of bags and `update`, whose batch has a feature for each shard, in one call."""
-    size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], lines.shape[1])
-    operands = step.operands() | {"lines": lines} | after_meeting(window, lines)
+    """Scales the gradients of bags, sends them to all shards and does `update`, in one call.
+
+    The batch of the step has a feature for each shard. Gradients travel as `dtype`: float32 or bfloat16.
+    """
+    size = workspace(step.row_ids, "JaxsokUpdateWorkspaceBytes", step.row_ids.shape[0], store.rows[0].shape[1])
+    operands = step.operands() | {"bags": tuple(bags), "scales": scales, "bag_gradients": gradients}
+    operands |= after_meeting(window, scales)
     results = step.results() | {"workspace": size}
-    attributes = step.attributes() | {"window": window}
+    attributes = step.attributes() | {"window": window, "num_bag_tiles": num_bag_tiles}
+    attributes["is_bfloat16"] = dtype == "bfloat16"
     store, out = call_on_store("jaxsok_update_bags_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]
