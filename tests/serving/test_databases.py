@@ -674,6 +674,22 @@ def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp
             ask(session, newer, 2)
 
 
+def test_a_database_that_dies_after_an_update_takes_neither_cached_rows_nor_models_away(folders, tmp_path):
+    newer = rows_of(range(250, 350), 4, version=1)
+    with running(Server, tmp_path) as server:
+        volatile = {"type": "redis_cluster", "address": server.address, "num_partitions": 4}
+        model = model_of({"user": folders["user"]}, defaults=DEFAULTS, **CACHED)
+        with serving.open(config_of(model, volatile_db=volatile), warm_up=False) as session:
+            keys = np.array([299, 300, 7])
+            session.lookup({"user": keys})
+            session.update({"user": write(tmp_path / "newer", newer)})
+            session.lookup({"user": keys[:2]})
+            server.kill()
+            np.testing.assert_array_equal(session.lookup({"user": keys[:2]})["user"], expect(newer, keys[:2], -1.0, 4))
+            assert session.models["dlrm"].num_rows == {"user": 100}
+            assert session.stats()["tables"]["user"]["num_rows"] == 100 and "100 rows" in session.report()
+
+
 def test_a_database_that_cannot_be_reached_is_reported_when_it_is_opened(folders, tmp_path):
     given = config_of(model_of(folders, **CACHED))
     given["volatile_db"] = {"type": "redis_cluster", "address": "127.0.0.1:1", "num_partitions": 4}

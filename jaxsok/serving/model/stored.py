@@ -44,7 +44,9 @@ class StoredVersions(AnyVersions):
         _fill(given, volatile, persistent, config.volatile_db.initial_cache_rate)
         stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
         no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
-        self.current = dataclasses.replace(Version.first(model, given, served, [no_arrays]), stored=stored)
+        num_rows = {table.name: stored.num_rows(table.name) for table in tables}
+        first = Version.first(model, given, served, [no_arrays])
+        self.current = dataclasses.replace(first, stored=stored, stored_rows=num_rows)
         if len(there) > sum(rows is not None for rows in (volatile, persistent)):  # a database may have other rows
             self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids))
 
@@ -67,6 +69,8 @@ class StoredVersions(AnyVersions):
         for reader in readers:
             reader.prepare(old, new)
         changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
+        num_rows = {name: old.stored.num_rows(name) for name in changed}
+        new = dataclasses.replace(new, stored_rows={**old.stored_rows, **num_rows})
         for reader in readers:
             reader.publish(new, changed)
         self.current = new
