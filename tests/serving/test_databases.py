@@ -633,6 +633,22 @@ def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):
             session.update({"user": newer})
 
 
+@pytest.mark.parametrize("is_delta", [True, False], ids=["delta", "full"])
+def test_opening_again_removes_what_the_files_no_longer_have(blocks, tmp_path, is_delta):
+    trained = Trained(DIMS)
+    trained.set("user", rows_of(range(40), 4))
+    trained.set("item", rows_of(range(20), 3))
+    first = trained.full(tmp_path / "first")
+    trained.erase("user", range(10))
+    last = trained.delta(tmp_path / "last", first) if is_delta else trained.full(tmp_path / "last")
+    keys = np.arange(50)
+    for path in (first, last):
+        model = model_of({name: (path, dim) for name, dim in DIMS.items()}, defaults=DEFAULTS, **CACHED)
+        with serving.open(config_of(model, **blocks), warm_up=False) as session:
+            found = session.lookup({"user": keys})["user"]
+    np.testing.assert_array_equal(found, expect(trained.content["user"], keys, -1.0, 4))
+
+
 def test_deltas(blocks, tmp_path):
     """Deltas remove rows; one that does not follow is refused, and one that failed can be applied again."""
     trained = Trained(DIMS)

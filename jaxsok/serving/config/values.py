@@ -181,7 +181,7 @@ class VolatileDb:
     overflow_resolution_target: float = declare(keys.FRACTION, 0.8)
     """The fraction of `overflow_margin` that then stays."""
     initialize_after_startup: bool = declare(keys.BOOL, True)
-    """Whether opening writes the rows of `sparse_files`."""
+    """Whether opening writes the rows of `sparse_files`, and removes those that these do not have."""
     initial_cache_rate: float = declare(keys.FRACTION, 1.0)
     """The fraction of these rows that is written, the first of each table."""
     cache_missed_embeddings: bool = declare(keys.BOOL, False)
@@ -203,7 +203,7 @@ class PersistentDb:
     max_batch_size: int = declare(keys.POSITIVE, 65536)
     """Keys in a call, at most."""
     initialize_after_startup: bool = declare(keys.BOOL, True)
-    """Whether opening writes the rows of `sparse_files`."""
+    """Whether opening writes the rows of `sparse_files`, and removes those that these do not have."""
 
 
 @dataclasses.dataclass(frozen=True)
