@@ -30,6 +30,7 @@ from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.saved import Source
 from jaxsok.manifests import check_value, entries, integer, list_of, optional, text, tuple_of
 from jaxsok.serving.config import UpdateSource
+from jaxsok.serving.config.keys import URL_OF_REDIS, is_url_of_redis
 from jaxsok.serving.databases.redis import RedisClusterException, redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.ready import Repeated
@@ -96,6 +97,8 @@ class _Stream:
     """The stream of one model. DatabaseError: Redis does not answer."""
 
     def __init__(self, op: str, url: str, model: str) -> None:
+        if not is_url_of_redis(url):
+            raise ServingError(f"{op}: url: got something else (not shown), wanted {URL_OF_REDIS}.")
         self._op, self._url, self.name = op, url, f"jaxsok:{{{model}}}"
 
     @functools.cached_property
@@ -110,7 +113,7 @@ class _Stream:
     def call(self, run: Callable[[Any], T]) -> T:
         try:
             return run(self._client)
-        except (redis.RedisError, RedisClusterException, OSError) as error:
+        except (redis.RedisError, RedisClusterException, OSError, ValueError) as error:  # ValueError: the URL's query
             host = urllib.parse.urlsplit(self._url)._replace(query="").geturl().rpartition("@")[2]
             raise DatabaseError(
                 f'{self._op}: stream "{self.name}": got {type(error).__name__} of Redis at "{host}" ({error}), wanted '

@@ -462,10 +462,16 @@ def test_metrics_and_configuration(url, tmp_path):
         for name, value in {"lag_versions": 0.0, "lag_seconds": 0.0, "is_following": 1.0}.items():
             assert f'jaxsok_stream_{name}{{model="dlrm"}} {value}' in text
         assert "jaxsok_stream_delay_seconds" in text
-    given["update_source"]["brokers"] = "http://:hunter2@x"
-    with pytest.raises(ConfigError, match=r"update_source\.brokers: got something else, wanted a URL") as caught:
-        serving.open(given)
-    assert "hunter2" not in str(caught.value)
+    for wrong in ("http://:hunter2@x", *(f"redis://:hunter2{mark}x@127.0.0.1:1" for mark in "/?#"), "redis://:1/2@x"):
+        given["update_source"]["brokers"] = wrong
+        with pytest.raises(ConfigError, match=r"update_source\.brokers: got something else, wanted a URL") as caught:
+            serving.open(given)
+        assert "hunter2" not in str(caught.value)
+        with pytest.raises(ServingError, match=r"^publish: url: got something else .*, wanted a URL") as caught:
+            streams.Publisher(wrong, "dlrm")
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(DatabaseError, match=r'Redis at "x" \(Invalid value for \'db\' in connection URL'):
+        streams.Publisher("redis://:hunter2@x?db=y", "dlrm").publish(training.first)
     given["update_source"] = {"type": None, "brokers": "redis://:hunter2@x:1"}
     assert "hunter2" not in "\n".join(serving.read_config(given).summary())
 
