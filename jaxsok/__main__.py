@@ -258,6 +258,7 @@ def _serve(options: argparse.Namespace) -> int:
         of_clients = security.Security.of(vars(options))
         if options.processes < 1:
             raise ValueError(f"serve: --processes: got {options.processes}, wanted 1 or more.")
+        watch.require_interval(options.watch_interval_s)
         # Checks address and folder first: a model may take minutes to load.
         with contextlib.ExitStack() as stack:
             sockets = processes.bind(options.host, options.port, options.processes)

@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +62,7 @@ class RowSource(abc.ABC):
         A device cache stores these. Unless a source overrides it, this quantizes what `fetch` gives; a row that is not
         finite counts as not found, and is logged.
         """
-        rows, is_found = self.fetch(table, keys)
-        with np.errstate(over="ignore"):  # numbers too large for float32 have no scale either
-            rows = rows.astype(np.float32, copy=False)
+        rows, is_found = _fetch_arrays(self, "fetch", table, keys)
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
             is_found, now = is_found & ~is_broken, time.monotonic()
@@ -163,21 +161,25 @@ class HostRows(RowSource):
 
 def fetch_lines(source: RowSource, name: str, keys: np.ndarray) -> tuple[Lines, np.ndarray]:
     """Fetches the rows of those keys that a table has, as a cache stores them, and which keys these are."""
-    table, num_keys = source.tables[name], len(keys)
-    op, stored, scales = "fetch", "float32", []
-    if table.is_quantized:
-        op, stored, scales = "fetch_quantized", table.dtype, [f"float32[{num_keys}]"]
-    *lines, is_found = getattr(source, op)(name, keys)
-    is_found = np.asarray(is_found, bool)
-    got = [f"{array.dtype}{list(array.shape)}" for array in (*lines, is_found)]
+    table = source.tables[name]
+    *lines, is_found = _fetch_arrays(source, "fetch_quantized" if table.is_quantized else "fetch", name, keys)
+    rows = tuple(lines) if is_found.all() else tuple(array[is_found] for array in lines)
+    return rows if table.is_quantized else round_rows(table, rows[0]), is_found
+
+
+def _fetch_arrays(source: RowSource, op: Literal["fetch", "fetch_quantized"], name: str, keys: np.ndarray) -> list[Any]:
+    """Calls a source, and refuses a result of another form."""
+    table, num_keys, found = source.tables[name], len(keys), getattr(source, op)(name, keys)
+    stored, scales = (table.dtype, [f"float32[{num_keys}]"]) if op == "fetch_quantized" else ("float32", [])
+    arrays = [*found[:-1], np.asarray(found[-1], bool)] if isinstance(found, tuple | list) and found else [found]
+    got = [f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__ for array in arrays]
     wanted = [f"{stored}[{num_keys}, {table.dim}]", *scales, f"bool[{num_keys}]"]
     if got != wanted:
         raise RuntimeError(
             f'DeviceCache: table "{name}": got {", ".join(got)} of {type(source).__name__}.{op}, wanted '
             f"{', '.join(wanted)}."
         )
-    rows = tuple(lines) if is_found.all() else tuple(array[is_found] for array in lines)
-    return rows if table.is_quantized else round_rows(table, rows[0]), is_found
+    return arrays
 
 
 def round_rows(table: FrozenTable, rows: np.ndarray) -> Lines:

@@ -1,9 +1,10 @@
 """Versions of tables through Redis: training publishes exports and deltas, and each server follows at its own position.
 
-The model `dlrm` has the stream `jaxsok:{dlrm}`, with one entry for each version: its uuid, its base, and the names and
-sizes of the files of its folder. Their bytes are a list of chunks, `jaxsok:{dlrm}:<token>`. The entry is added after
-all chunks, so what a publisher that died has left is never read, and expires. Each server has a consumer group, whose
-last delivered entry is the last version that its tables hold. The braces keep all of it on one node of a cluster.
+The model `dlrm` has the stream `jaxsok:{dlrm}`, with one entry for each version: its uuid, its base, its tables, and
+the names and sizes of the files of its folder. Their bytes are a list of chunks, `jaxsok:{dlrm}:<token>`. The entry is
+added after all chunks, so what a publisher that died has left is never read, and expires. Each server has a consumer
+group, whose last delivered entry is the last version that its tables hold. The braces keep all of it on one node of a
+cluster.
 """
 
 import concurrent.futures
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxsok import checks
@@ -29,6 +30,7 @@ from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.saved import Source
 from jaxsok.manifests import check_value, entries, integer, list_of, optional, text, tuple_of
 from jaxsok.serving.config import UpdateSource
+from jaxsok.serving.config.keys import URL_OF_REDIS, is_url_of_redis
 from jaxsok.serving.databases.redis import RedisClusterException, redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.ready import Repeated
@@ -57,7 +59,8 @@ _ENTRY = entries(
         "payload": text(r"[0-9a-f]{16}", "16 hexadecimal digits"),
         "path": optional(text(r"/.*", "the path of a folder")),
         "files": list_of(_FILE),
-    }
+    },
+    {"tables": list_of(text(".+", "the name of a table"))},
 )
 
 
@@ -71,10 +74,15 @@ class _Entry:
     payload: str  # the key of its chunks
     path: str | None  # where servers find the folder; None: its files are the payload
     files: Sequence[tuple[str, int]]  # names and sizes
+    tables: Sequence[str] | None  # which it changes; None: an older publisher did not write them
 
     @property
     def order(self) -> tuple[int, ...]:
         return _order(self.id)
+
+    def find_changed(self, names: Collection[str]) -> list[str]:
+        """Finds the tables of a model that it changes; all if it has none of them, so that it is refused."""
+        return [name for name in names if name in (self.tables or names)] or list(names)
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +97,8 @@ class _Stream:
     """The stream of one model. DatabaseError: Redis does not answer."""
 
     def __init__(self, op: str, url: str, model: str) -> None:
+        if not is_url_of_redis(url):
+            raise ServingError(f"{op}: url: got something else (not shown), wanted {URL_OF_REDIS}.")
         self._op, self._url, self.name = op, url, f"jaxsok:{{{model}}}"
 
     @functools.cached_property
@@ -103,7 +113,7 @@ class _Stream:
     def call(self, run: Callable[[Any], T]) -> T:
         try:
             return run(self._client)
-        except (redis.RedisError, RedisClusterException, OSError) as error:
+        except (redis.RedisError, RedisClusterException, OSError, ValueError) as error:  # ValueError: the URL's query
             host = urllib.parse.urlsplit(self._url)._replace(query="").geturl().rpartition("@")[2]
             raise DatabaseError(
                 f'{self._op}: stream "{self.name}": got {type(error).__name__} of Redis at "{host}" ({error}), wanted '
@@ -122,7 +132,7 @@ class _Stream:
             value = json.loads(fields.get(b"version", b"{}"))
         check_value(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
         payload = f"{self.name}:{value['payload']}"
-        return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"])
+        return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"], value.get("tables"))
 
     def positions(self) -> dict[str, str]:
         """Reads the last version of each server, by its name."""
@@ -192,7 +202,7 @@ class Publisher:
         for chunk in _chunks(path, [name for name, _ in sizes]):
             stream.call(functools.partial(_push, payload, chunk))
         entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}
-        entry["path"] = str(path.absolute()) if by_path else None
+        entry |= {"path": str(path.absolute()) if by_path else None, "tables": list(manifest["tables"])}
 
         def finish(client: Any) -> list[Any]:
             pipeline = client.pipeline(transaction=True)
@@ -312,27 +322,34 @@ class Follower(Repeated):
         """
         last = self._pending[-1].id if self._pending else self._position
         pending = [*self._pending, *self._stream.entries(last, 0.0 if self._pending else wait_s)]
-        held = set(self._served.versions.current.uuids.values())
-        done = max((number for number, entry in enumerate(pending, 1) if entry.uuid in held), default=0)
-        first = max([done, *(number for number, entry in enumerate(pending) if not entry.base)])  # the last full export
+        held = self._served.versions.current.uuids
+        counts = {entry.uuid: number for number, entry in enumerate(pending, 1)}
+        done = {name: counts.get(uuid, 0) for name, uuid in held.items()}  # tables may hold different versions
+        lacking = [
+            [name for name in entry.find_changed(held) if done[name] <= number] for number, entry in enumerate(pending)
+        ]
+        last_full = max((number for number, entry in enumerate(pending) if not entry.base), default=0)
+        first = max(last_full, next((number for number, names in enumerate(lacking) if names), len(pending)))
         self._pending = pending[first:]
         self._forget(self._fetched.keys() - {entry.uuid for entry in self._pending})
         if first:
             self._position = pending[first - 1].id
-        is_lost = bool(self._pending and self._pending[0].base) and self._pending[0].base not in held
+        base = self._pending[0].base if self._pending else None
+        is_lost = base is not None and any(held[name] != base for name in lacking[first])
         # A server that needs another export does not keep the publisher from going on.
         self._stream.note(self._consumer, self._pending[-1].id if is_lost else self._position)
         if is_lost:
             raise ServingError(
                 f'follow: stream "{self._stream.name}": got the delta {self._pending[0].uuid} next, which rests on '
-                f"{self._pending[0].base}, but the tables hold {sorted(map(str, held))}: the versions between were "
+                f"{base}, but the tables hold {sorted(set(map(str, held.values())))}: the versions between were "
                 "trimmed. Wanted a full export: publish one, or load an export of then or later, by Session.update or "
                 "as sparse_files."
             )
         if not self._pending:
             return 0
         sizes = itertools.accumulate(entry.num_bytes for entry in self._pending)
-        most = 1 if self._is_careful else max(1, sum(size <= BATCH_BYTES for size in sizes))
+        is_for_some = max(done.values()) > first  # some tables hold it or a later one; the others catch up one by one
+        most = 1 if self._is_careful or is_for_some else max(1, sum(size <= BATCH_BYTES for size in sizes))
         num_fetched = sum(1 for _ in itertools.takewhile(lambda entry: entry.uuid in self._fetched, self._pending))
         batch = self._pending[: min(most, num_fetched or most)]  # others are fetched while these are applied
         self._is_careful = True  # if they are refused together, the next attempt takes the first alone
@@ -344,7 +361,8 @@ class Follower(Repeated):
             raise
         try:
             with self._fetching(after=batch[-1].id):
-                self._served.update([self._fetched[entry.uuid] for entry in batch], None, "auto")
+                paths = [self._fetched[entry.uuid] for entry in batch]
+                self._served.update(dict.fromkeys(lacking[first], paths[0]) if is_for_some else paths, None, "auto")
         finally:
             self._forget([entry.uuid for entry in batch])  # what is refused is fetched again
         self._is_careful, self._delay_s = False, batch[0].age_s

@@ -633,6 +633,22 @@ def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):
             session.update({"user": newer})
 
 
+@pytest.mark.parametrize("is_delta", [True, False], ids=["delta", "full"])
+def test_opening_again_removes_what_the_files_no_longer_have(blocks, tmp_path, is_delta):
+    trained = Trained(DIMS)
+    trained.set("user", rows_of(range(40), 4))
+    trained.set("item", rows_of(range(20), 3))
+    first = trained.full(tmp_path / "first")
+    trained.erase("user", range(10))
+    last = trained.delta(tmp_path / "last", first) if is_delta else trained.full(tmp_path / "last")
+    keys = np.arange(50)
+    for path in (first, last):
+        model = model_of({name: (path, dim) for name, dim in DIMS.items()}, defaults=DEFAULTS, **CACHED)
+        with serving.open(config_of(model, **blocks), warm_up=False) as session:
+            found = session.lookup({"user": keys})["user"]
+    np.testing.assert_array_equal(found, expect(trained.content["user"], keys, -1.0, 4))
+
+
 def test_deltas(blocks, tmp_path):
     """Deltas remove rows; one that does not follow is refused, and one that failed can be applied again."""
     trained = Trained(DIMS)
@@ -672,6 +688,22 @@ def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp
             server.start()
             assert session.update({"user": tmp_path / "newer", "item": folders["item"][0]}) == 2
             ask(session, newer, 2)
+
+
+def test_a_database_that_dies_after_an_update_takes_neither_cached_rows_nor_models_away(folders, tmp_path):
+    newer = rows_of(range(250, 350), 4, version=1)
+    with running(Server, tmp_path) as server:
+        volatile = {"type": "redis_cluster", "address": server.address, "num_partitions": 4}
+        model = model_of({"user": folders["user"]}, defaults=DEFAULTS, **CACHED)
+        with serving.open(config_of(model, volatile_db=volatile), warm_up=False) as session:
+            keys = np.array([299, 300, 7])
+            session.lookup({"user": keys})
+            session.update({"user": write(tmp_path / "newer", newer)})
+            session.lookup({"user": keys[:2]})
+            server.kill()
+            np.testing.assert_array_equal(session.lookup({"user": keys[:2]})["user"], expect(newer, keys[:2], -1.0, 4))
+            assert session.models["dlrm"].num_rows == {"user": 100}
+            assert session.stats()["tables"]["user"]["num_rows"] == 100 and "100 rows" in session.report()
 
 
 def test_a_database_that_cannot_be_reached_is_reported_when_it_is_opened(folders, tmp_path):

@@ -2024,6 +2024,9 @@ def test_options_of_the_command():
         (["--host", "203.0.113.7"], "203.0.113.7"),
         (["--watch", "/nowhere"], '"/nowhere"'),
         (["--max-keys", "-1"], "--max-keys: got -1"),
+        (["--watch-interval-s", "0"], "--watch-interval-s: got 0"),
+        (["--watch-interval-s", "nan"], "--watch-interval-s: got nan"),
+        (["--watch-interval-s", "inf"], "--watch-interval-s: got inf"),
     ],
 )
 def test_the_command_refuses_in_words(arguments, words, tmp_path, capsys):

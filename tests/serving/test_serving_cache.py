@@ -702,14 +702,24 @@ def test_a_source_that_fails(caplog):
         np.testing.assert_array_equal(cache.lookup({"a": keys_of(2)}).rows["a"], [row_of(3, "a", 2)])
 
 
-def test_a_source_that_gives_wrong_shapes(monkeypatch):
-    """A source of wrong shapes gets an error that states the wanted shapes."""
-    source = DictSource(rows_of(3))
-    monkeypatch.setattr(source, "fetch", lambda table, keys: (np.zeros((1, 9), np.float32), np.ones(1, bool)))
-    with (
-        DeviceCache(source, hit_rate_threshold=2) as cache,
-        pytest.raises(RuntimeError, match=r'table "a": got float32\[1, 9\].*DictSource.fetch, wanted float32\[1, 4\]'),
-    ):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [
+        ((np.zeros((1, 9), np.float32), np.ones(1, bool)), r"float32\[1, 9\], bool\[1\]"),
+        ((np.zeros(4, np.float32), np.ones(1, bool)), r"float32\[4\], bool\[1\]"),
+        ((np.zeros((0, 4), np.float32), np.ones(1, bool)), r"float32\[0, 4\], bool\[1\]"),
+        ((np.zeros((1, 4)), np.ones(1, bool)), r"float64\[1, 4\], bool\[1\]"),
+        (([[0.0] * 4], [True]), r"list, bool\[1\]"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_source_that_gives_something_else(monkeypatch, dtype, found, got):
+    """A source whose result has another form gets an error that states both forms."""
+    source = DictSource({"a": {1: np.zeros(4, np.float32)}}, {"a": FrozenTable("a", dim=4, dtype=dtype)})
+    monkeypatch.setattr(source, "fetch", lambda table, keys: found)
+    wanted = rf'table "a": got {got} of DictSource.fetch, wanted float32\[1, 4\], bool\[1\]\.'
+    with DeviceCache(source, hit_rate_threshold=2) as cache, pytest.raises(RuntimeError, match=wanted):
         cache.lookup({"a": keys_of(1)})
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import redis
 from redis_servers import Cluster, Server, running
-from serving_cases import Trained, config_of, expect, model_of, rows_of
+from serving_cases import Trained, config_of, expect, model_of, rows_of, write
 from waiting import free_port, wait_until
 
 from jaxsok import checkpoint, serving
@@ -164,6 +164,34 @@ def test_a_server_that_starts_again_replays(url, server, tmp_path):
     training.first = training.last  # An export of the current state leaves nothing to replay.
     with serve(url, training) as session:
         assert serves(session, training) and session.stats()["version"] == 1
+
+
+@pytest.mark.parametrize("knows_tables", [True, False], ids=["now", "by an older publisher"])
+def test_each_table_goes_on_from_what_it_holds(url, server, tmp_path, knows_tables):
+    """A table that lacks versions gets them, also where another table holds them, and one of other files stays."""
+    training = Training(tmp_path, url)
+    versions = [training.change(erased=[number]) for number in range(3)]
+    for path in versions:
+        training.publisher.publish(path)
+    if not knows_tables:
+        entries = [json.loads(fields[b"version"]) for _, fields in server.client.xrange("jaxsok:{dlrm}")]
+        server.client.delete("jaxsok:{dlrm}")
+        for entry in entries:
+            del entry["tables"]
+            server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(entry)})
+    tables = {"user": (versions[-1], 4), "item": (training.first, 3)}
+    if knows_tables:
+        tables["other"] = write(tmp_path / "other", rows_of(range(5), 2)), 2
+    given = config(url, training) | {"models": [model_of(tables)]}
+    with serving.open(given, warm_up=False) as session:
+        assert serves(session, training) and session.stats()["lag_versions"] == 0
+        path = training.change(erased=[7])
+        session.update({"user": path})
+        training.publisher.publish(path)
+        wait_until(lambda: serves(session, training))
+        training.publish(erased=[8])
+        wait_until(lambda: serves(session, training) and not session.stats()["lag_versions"])
+        assert session.stats()["is_following"]
 
 
 def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatch):
@@ -434,10 +462,16 @@ def test_metrics_and_configuration(url, tmp_path):
         for name, value in {"lag_versions": 0.0, "lag_seconds": 0.0, "is_following": 1.0}.items():
             assert f'jaxsok_stream_{name}{{model="dlrm"}} {value}' in text
         assert "jaxsok_stream_delay_seconds" in text
-    given["update_source"]["brokers"] = "http://:hunter2@x"
-    with pytest.raises(ConfigError, match=r"update_source\.brokers: got something else, wanted a URL") as caught:
-        serving.open(given)
-    assert "hunter2" not in str(caught.value)
+    for wrong in ("http://:hunter2@x", *(f"redis://:hunter2{mark}x@127.0.0.1:1" for mark in "/?#"), "redis://:1/2@x"):
+        given["update_source"]["brokers"] = wrong
+        with pytest.raises(ConfigError, match=r"update_source\.brokers: got something else, wanted a URL") as caught:
+            serving.open(given)
+        assert "hunter2" not in str(caught.value)
+        with pytest.raises(ServingError, match=r"^publish: url: got something else .*, wanted a URL") as caught:
+            streams.Publisher(wrong, "dlrm")
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(DatabaseError, match=r'Redis at "x" \(Invalid value for \'db\' in connection URL'):
+        streams.Publisher("redis://:hunter2@x?db=y", "dlrm").publish(training.first)
     given["update_source"] = {"type": None, "brokers": "redis://:hunter2@x:1"}
     assert "hunter2" not in "\n".join(serving.read_config(given).summary())
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxsok.serving.config import values as values_lib
-from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, WRONG, Keys, Kind
+from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, URL_OF_REDIS, WRONG, Keys, Kind, is_url_of_redis
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
 from jaxsok.serving.errors import ConfigError
 
@@ -248,9 +248,8 @@ class _Reader:
         """Refuses a stream without a server; notes keys that set nothing without a stream."""
         if updates.type is None:
             self.note_block("update_source", given, "update_source has no type")
-        elif not updates.brokers.startswith(("redis://", "rediss://", "unix://")):
-            remedy = "Redis keeps the stream there"
-            self.refuse("update_source.brokers", updates.brokers, 'a URL, as "redis://10.0.0.1:6379"', remedy)
+        elif not is_url_of_redis(updates.brokers):
+            self.refuse("update_source.brokers", updates.brokers, URL_OF_REDIS, "Redis keeps the stream there")
 
     def check_databases(
         self, given: Mapping[str, Any], volatile: VolatileDb, persistent: PersistentDb, is_unused: bool

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ WRONG = object()  # what `Kind.parse` gives for a value of another kind
 SECRETS = ("password", "brokers")  # keys whose values are never shown: a URL may have a password
 REQUIRED = object()  # the default of a key without one
 HPS_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model, and of a table in a database
+URL_OF_REDIS = 'a URL, as "redis://10.0.0.1:6379", with /, ?, # and @ of a password as %2F, %3F, %23 and %40'
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -72,6 +74,16 @@ def _parse_path(value: Any) -> Any:
 def _parse_any(value: Any) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     return WRONG if any(isinstance(item, list | tuple | Mapping) for item in items) else value
+
+
+def is_url_of_redis(text: str) -> bool:
+    """Returns whether a text is a URL of Redis; errors of other parsers may show a part of its password."""
+    try:
+        url = urllib.parse.urlsplit(text)
+        can_connect = text.startswith(("redis://", "rediss://", "unix://")) and url.port != 0
+    except ValueError:
+        return False
+    return can_connect and "@" not in url.path + url.query + url.fragment  # else it cut a password
 
 
 BOOL = instance(bool, "true or false")

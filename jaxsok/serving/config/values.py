@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 import tempfile
+import threading
 from typing import Any, Literal
 
 from jaxsok.serving.config import keys
@@ -75,7 +76,7 @@ class ModelConfig:
     """False: every lookup reads rows in host memory."""
     gpucacheper: float = declare(keys.number(0.0), 0.2)
     """The cached fraction of a table's rows; 1.0 or more: all rows."""
-    hit_rate_threshold: float = declare(keys.number(), 0.9)
+    hit_rate_threshold: float = declare(keys.number(0.0), 0.9)
     """From this hit rate on misses read the default value, and their rows are fetched in the background; below it
     lookups wait for them. 0: never waits; above 1: always waits, so that answers are exact."""
     embedding_cache_type: Literal["dynamic", "static", "uvm"] = declare(
@@ -90,7 +91,7 @@ class ModelConfig:
     cache_refresh_percentage_per_iteration: float = declare(keys.FRACTION, 0.0)
     """The fraction of the cached rows that a refresh reads at a time. Above 0, opening also fills the cache. 0: no
     refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
-    refresh_delay: float = declare(keys.number(0.0), 0.0)
+    refresh_delay: float = declare(keys.number(0.0, threading.TIMEOUT_MAX), 0.0)
     """Seconds from opening to the first refresh by the clock."""
     refresh_interval: int = declare(keys.WHOLE_SECONDS, 0)
     """Seconds; 0: only `Session.refresh` refreshes."""
@@ -181,7 +182,7 @@ class VolatileDb:
     overflow_resolution_target: float = declare(keys.FRACTION, 0.8)
     """The fraction of `overflow_margin` that then stays."""
     initialize_after_startup: bool = declare(keys.BOOL, True)
-    """Whether opening writes the rows of `sparse_files`."""
+    """Whether opening writes the rows of `sparse_files`, and removes those that these do not have."""
     initial_cache_rate: float = declare(keys.FRACTION, 1.0)
     """The fraction of these rows that is written, the first of each table."""
     cache_missed_embeddings: bool = declare(keys.BOOL, False)
@@ -203,7 +204,7 @@ class PersistentDb:
     max_batch_size: int = declare(keys.POSITIVE, 65536)
     """Keys in a call, at most."""
     initialize_after_startup: bool = declare(keys.BOOL, True)
-    """Whether opening writes the rows of `sparse_files`."""
+    """Whether opening writes the rows of `sparse_files`, and removes those that these do not have."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,12 @@ import logging
 import os
 import pathlib
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
+from jaxsok import checks
 from jaxsok.serving import folders
 from jaxsok.serving.ready import Repeated
 
@@ -36,7 +38,7 @@ class Watcher(Repeated):
         super().__init__("jaxsok-watch", self._watch)
         require_folder(folder)
         self.folder = pathlib.Path(folder)
-        self._session, self._interval_s, self._observe = session, interval_s, observe
+        self._session, self._interval_s, self._observe = session, require_interval(interval_s), observe
         self._done: set[pathlib.Path] = set()
         self._last: dict[str, _Order] = {}  # of the last applied folder, by model
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
@@ -126,6 +128,12 @@ class Watcher(Repeated):
 def require_folder(folder: str | os.PathLike[str]) -> None:
     if not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
+
+
+def require_interval(interval_s: float) -> float:
+    most = threading.TIMEOUT_MAX
+    wanted = f"a number above 0, at most {most:g}"
+    return checks.number("serve: --watch-interval-s", interval_s, checks.ABOVE_ZERO, most, wanted=wanted)
 
 
 def _order(path: pathlib.Path) -> _Order:

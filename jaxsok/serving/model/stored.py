@@ -44,7 +44,9 @@ class StoredVersions(AnyVersions):
         _fill(given, volatile, persistent, config.volatile_db.initial_cache_rate)
         stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
         no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
-        self.current = dataclasses.replace(Version.first(model, given, served, [no_arrays]), stored=stored)
+        num_rows = {table.name: stored.num_rows(table.name) for table in tables}
+        first = Version.first(model, given, served, [no_arrays])
+        self.current = dataclasses.replace(first, stored=stored, stored_rows=num_rows)
         if len(there) > sum(rows is not None for rows in (volatile, persistent)):  # a database may have other rows
             self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids))
 
@@ -67,6 +69,8 @@ class StoredVersions(AnyVersions):
         for reader in readers:
             reader.prepare(old, new)
         changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
+        num_rows = {name: old.stored.num_rows(name) for name in changed}
+        new = dataclasses.replace(new, stored_rows={**old.stored_rows, **num_rows})
         for reader in readers:
             reader.publish(new, changed)
         self.current = new
@@ -74,8 +78,11 @@ class StoredVersions(AnyVersions):
 
 
 def _fill(given: Sequence[Frozen], volatile: DatabaseRows | None, persistent: DatabaseRows | None, rate: float) -> None:
-    """Writes the rows of tables into the persistent database, and the first of each table into the volatile one."""
+    """Makes the persistent database have the rows of tables, and the volatile one the first of each table."""
     for table, source in given if volatile or persistent else ():
+        new = np.concatenate([NO_KEYS, *(some.copy() for some in source.keys())])
+        for filled in filter(None, (persistent, volatile)):
+            filled.erase(table.name, _find_gone(filled, table.name, new))
         rest = round(rate * source.num_rows)
         for records in source.chunks():
             check_records("open", table, records)
@@ -92,10 +99,16 @@ def _write(stored: DatabaseRows, change: Change) -> np.ndarray:
     """Writes an update of a table; gives the keys that have other rows now, or none."""
     name, gone = change.table.name, change.gone
     if gone is None:
-        new = np.sort(np.append(change.keys, np.uint64(PADDING_KEY)))  # which is greater than all keys
-        parts = [keys[new[np.searchsorted(new, keys)] != keys] for keys in stored.keys(name)]
-        gone = np.concatenate([NO_KEYS, *parts])
+        gone = _find_gone(stored, name, change.keys)
     stored.erase(name, gone)
     for records in change.pieces():
         stored.insert(name, records.keys, records.rows.astype(np.float32))
     return np.concatenate([change.keys, gone])
+
+
+def _find_gone(stored: DatabaseRows, table: str, new: np.ndarray) -> np.ndarray:
+    """Finds the keys in a database that a table no longer has, by its new keys."""
+    new = np.append(new, np.uint64(PADDING_KEY))  # which is greater than all keys
+    new.sort()
+    parts = [keys[new[np.searchsorted(new, keys)] != keys] for keys in stored.keys(table)]
+    return np.concatenate([NO_KEYS, *parts])

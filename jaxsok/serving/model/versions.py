@@ -47,6 +47,7 @@ class Version:
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
     stored: Any = None  # `DatabaseRows`, where the rows lie in databases: then `tables` have no arrays
+    stored_rows: Mapping[str, int] | None = None  # by table in these databases, counted when the version was made
     replaced: frozenset[str] = frozenset()  # tables that this version has replaced whole in a database
 
     @property
@@ -96,8 +97,8 @@ class Version:
 
     @functools.cached_property
     def num_rows(self) -> dict[str, int]:
-        if self.stored is not None:
-            return {name: self.stored.num_rows(name) for name in self.tables.tables}
+        if self.stored_rows is not None:  # requests ask for this on the event loop, also while no database answers
+            return dict(self.stored_rows)
         places, parts = self.tables.spec.places, self.own_parts
         return {name: sum(int(part.maps[s].table_rows[n]) for part in parts) for name, (s, n) in places.items()}
 
