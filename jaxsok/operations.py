@@ -217,7 +217,10 @@ def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
     for handed_out, following in reversed(collection.growth.following):
         if handed_out() is features or not _is_one_batch(features):
             return following
-    return tuple(plan.features for plan in last.following) if isinstance(last, plan_lib.Plan) else ()
+    if isinstance(last, plan_lib.Plan):
+        return tuple(plan.features for plan in last.following)
+    # A batch of which the caller made other arrays, as by jax.tree.map, counts as the one that was handed out last.
+    return collection.growth.following[-1][1] if collection.growth.following else ()
 
 
 def with_following(

@@ -371,6 +371,17 @@ def test_growth_makes_room_for_the_batches_ahead(form, fetches, options):
     assert collection.num_rows(state) == {"user": 6 * NUM_SAMPLES}
 
 
+def test_growth_makes_room_ahead_for_a_batch_of_other_arrays():
+    """A batch that the caller has mapped counts as the one that was handed out last."""
+    collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=8)], FEATURES[:1])
+    raws = [{"user": np.arange(64) + 64 * step} for step in range(36)]
+    state = collection.init(seed=3)
+    for batch, plan in collection.pipeline(raws, lookahead=1):
+        state = collection.grow(state, jax.tree.map(jnp.copy, batch))
+        state, _, stats = step_of(collection)(state, plan)
+        assert programs.total(stats, "num_refused") == 0
+
+
 def test_growth_makes_room_for_the_batch_after_stacked_ones():
     """The last step of a scan looks up a batch that was not stacked."""
     spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=48)
