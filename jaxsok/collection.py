@@ -849,6 +849,7 @@ class Collection:
         check_untraced("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
         now = clock_of("grow", clock)
+        evict_lib.check_hand_over("grow", hand_over)
         coming = self.growth.extrapolate(steps) if batch is None else operations.coming_of(self, batch, steps)
         following = () if state.drains else operations.following_of(self, batch)
         if following:
@@ -1007,16 +1008,22 @@ class Collection:
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """Checks the plans and gradients of an op; returns them as lists of one length."""
-        plans = [plan] if isinstance(plan, Plan) else list(plan)
-        grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
+        plans = list(plan) if isinstance(plan, Iterable) else [plan]
+        is_one = isinstance(gradients, Mapping) or not isinstance(gradients, Iterable)
+        grads = [gradients] if is_one else list(gradients)
         if not plans or len(plans) != len(grads):
             raise ValueError(
                 f"{op}: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
             )
-        for plan in plans:
+        for plan, of_plan in zip(plans, grads, strict=True):
             if not isinstance(plan, Plan) or plan.found is None:
                 raise TypeError(
                     f"{op}: plan: got {type(plan).__name__} that no lookup returned, wanted lookup's third result."
+                )
+            if not isinstance(of_plan, Mapping):
+                raise TypeError(
+                    f"{op}: gradients: got {type(of_plan).__name__}, wanted a dict of arrays by feature, as lookup's "
+                    "embeddings are."
                 )
             check_features(op, self, plan.features)
         return plans, grads

@@ -37,6 +37,12 @@ HandOver = Callable[[str, Records], None]
 """A function that takes some rows of a table, by its name, before they go."""
 
 
+def check_hand_over(op: str, given: Any) -> None:
+    """Refuses what is not a function, before the first rows go."""
+    if given is not None and not callable(given):
+        raise TypeError(f"{op}: hand_over: got {given!r}, wanted a function of a table's name and Records.")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evicted:

@@ -108,8 +108,7 @@ def evict(
     now = clock_of("evict", clock)
     num_rows = None if num_rows is None else _word("evict: num_rows", num_rows)
     if hand_over is not None:
-        if not callable(hand_over):
-            raise TypeError(f"evict: hand_over: got {hand_over!r}, wanted a function of a table's name and Records.")
+        evict_lib.check_hand_over("evict", hand_over)
         if _is_traced((state, now, num_rows)):
             raise TypeError(
                 "evict: hand_over: got one under a trace (jax.jit, shard_map), wanted None there: rows are read by "

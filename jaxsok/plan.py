@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt8, UInt32, UInt64
 from jaxsok.checks import not_none
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
-from jaxsok.kernels.tickets import Ticket
+from jaxsok.kernels.tickets import Ticket, tickets_digest
 from jaxsok.specs import StoreSpec
 from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts, TableIds
 
@@ -26,8 +26,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multiply; and a last shift
 _LAST_SHIFT = 31
 _PARTITION_BITS = NUM_PARTITIONS.bit_length() - 1
-
-_NUM_SAMPLED = 4096  # keys of a store by which batches are distinguished
 
 Word = UInt32[Array, " _"]
 
@@ -159,10 +157,10 @@ class Plan:
         """Returns what the lookup found in a store."""
         return not_none(self.found)[store]
 
-    def sample(self) -> tuple[Array, ...]:
-        """Returns arrays that differ between batches: on several shards digests, the same everywhere, else keys."""
+    def digests(self) -> tuple[Digest, ...]:
+        """Returns a digest of the keys of each store, which tells batches apart; on several shards that of all."""
         if self.asked is None:
-            return tuple(part.keys[:_NUM_SAMPLED] for part in self.features.stores)
+            return tuple(tickets_digest(part.keys) for part in self.features.stores if part.layouts)
         return tuple(asked.digest for asked in self.asked if asked is not None)
 
     def form(self) -> int:
@@ -190,8 +188,8 @@ class InFlight:
     found: tuple[Found, ...]
     """Its counts are complete once the rows are read."""
     ticket: Ticket
-    sample: tuple[Array, ...]
-    """Keys or digests by which batches are distinguished (`Plan.sample`)."""
+    digests: tuple[Digest, ...]
+    """Those of its batch (`Plan.digests`)."""
     form: int = dataclasses.field(metadata={"static": True})
     embeddings: dict[str, Array] | None = None
     """None: rows are read when the batch is looked up."""

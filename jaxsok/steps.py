@@ -71,7 +71,7 @@ class Steps:
             if plan.staleness:
                 values, state, done = self._look_up(state, following, None)
                 in_flight = InFlight(
-                    not_none(done.found), not_none(done.ticket), following.sample(), following.form(), values
+                    not_none(done.found), not_none(done.ticket), following.digests(), following.form(), values
                 )
             else:
                 state, in_flight = self._index(state, following, _step_after(state, plan.updates_before))
@@ -112,7 +112,7 @@ class Steps:
             digests.append(digest)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
-        return state, InFlight(tuple(found), ticket, plan.sample(), plan.form())
+        return state, InFlight(tuple(found), ticket, plan.digests(), plan.form())
 
     def _read(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
         """Does the rest of a lookup: reads and combines the rows that a plan has found."""
@@ -280,7 +280,7 @@ def _step_after(state: State, num_updates: int) -> UInt32[Array, ""]:
 
 def _ticket_for(plan: Plan, in_flight: InFlight) -> Ticket:
     """Returns the ticket of a lookup in flight for the plan of its batch; for others one that no lookup opened."""
-    is_same = [(a == b).all() for a, b in zip(plan.sample(), in_flight.sample, strict=True)]
+    is_same = [(a == b).all() for a, b in zip(plan.digests(), in_flight.digests, strict=True)]
     return jnp.where(jnp.stack(is_same).all(), in_flight.ticket, ~in_flight.ticket)
 
 

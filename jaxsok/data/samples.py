@@ -365,11 +365,33 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
     whole = {}
     for name in parts[0]:
         columns = [part[name] for part in parts]
+        forms = dict.fromkeys(_form_of(column) for column in columns)
+        if len(forms) > 1:
+            raise ValueError(
+                f'take: column "{name}": got {" and ".join(forms)} in parts of a source, wanted one form in all.'
+            )
         if isinstance(columns[0], Bags):
             lengths = np.concatenate([np.diff(bags.offsets) for bags in columns])
             weights = None if columns[0].weights is None else np.concatenate([bags.weights for bags in columns])
-            keys = np.concatenate([bags.keys for bags in columns])
+            keys = _join_numbers(name, [bags.keys for bags in columns])
             whole[name] = Bags(keys, offsets=offsets_of(lengths), weights=weights)
         else:
-            whole[name] = np.concatenate(columns)
+            whole[name] = _join_numbers(name, columns)
     return whole
+
+
+def _form_of(column: np.ndarray | Bags) -> str:
+    if isinstance(column, Bags):
+        return "Bags" if column.weights is None else "Bags with weights"
+    return f"arrays {['num_samples', *column.shape[1:]]}".replace("'", "")
+
+
+def _join_numbers(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins arrays of a column; refuses integers that only floats hold together, since keys would change."""
+    dtypes = list(dict.fromkeys(array.dtype for array in arrays))
+    if np.result_type(*dtypes).kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
+        raise ValueError(
+            f'take: column "{name}": got {" and ".join(map(str, dtypes))} in parts of a source, wanted one dtype of '
+            "integers that holds all of them."
+        )
+    return np.concatenate(arrays)

@@ -449,6 +449,8 @@ def test_nothing_changes_if_the_caller_refuses():
     with pytest.raises(OSError, match="disk full"):
         collection.evict(state, num_rows=2, hand_over=refuse)
     assert collection.num_rows(state) == {"user": 8, "item": 0}
+    with pytest.raises(TypeError, match="grow: hand_over: got 3, wanted a function"):
+        collection.grow(state, hand_over=3)
     with pytest.raises(TypeError, match="hand_over: got one under a trace"):
         jax.jit(lambda state: collection.evict(state, num_rows=2, hand_over=refuse))(state)
 

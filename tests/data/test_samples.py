@@ -292,6 +292,26 @@ def test_other_refusals():
         unlike.take(slice(2, 4))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (np.arange(2), np.arange(2, dtype=np.uint64), "int64 and uint64 in parts of a source, wanted one dtype"),
+        (np.arange(2), jaxsok.Bags(np.arange(4), lengths=[2, 2]), r"arrays \[num_samples\] and Bags in parts"),
+        (
+            jaxsok.Bags(np.arange(2), lengths=[1, 1]),
+            jaxsok.Bags(np.arange(2), lengths=[1, 1], weights=np.ones(2)),
+            "Bags and Bags with",
+        ),
+        (np.zeros((2, 3)), np.zeros((2, 4)), r"arrays \[num_samples, 3\] and arrays \[num_samples, 4\] in parts"),
+    ],
+)
+def test_parts_of_other_forms_are_refused(first, second, message):
+    """Keys of two dtypes do not become floats, and weights of one part are not left out."""
+    joined = JoinedSource([ArraySource({"a": first}), ArraySource({"a": second})])
+    with pytest.raises(ValueError, match=f'take: column "a": got {message}'):
+        joined.take(slice(0, 4))
+
+
 # Arrow ----------------------------------------------------------------------------------------------------------------
 
 

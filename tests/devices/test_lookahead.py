@@ -546,6 +546,18 @@ def test_the_plan_of_another_batch_changes_no_row(num_shards):
             step_of(collection)(state, second.features)
 
 
+def test_a_skipped_batch_that_begins_as_the_next_one_does():
+    """Batches are told apart by all of their keys."""
+    features = [jaxsok.FeatureSpec("weekday", "day"), jaxsok.FeatureSpec("item", "day")]
+    collection = jaxsok.Collection([jaxsok.TableSpec("day", 1, jaxsok.optim.sgd(0.5), capacity=1 << 14)], features)
+    raws = [{"weekday": np.full(4096, 7), "item": np.arange(4096) + 4096 * step} for step in range(3)]
+    state = collection.init(seed=3)
+    for number, (_, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
+        if number != 1:
+            state, _, stats = step_of(collection)(state, plan)
+    assert stats.num_misused_plans == 1
+
+
 @pytest.mark.parametrize(("num_shards", "options"), [(None, {"lookahead": 1}), (4, {"staleness": 1})])
 def test_a_batch_of_another_size_than_the_one_in_flight_is_refused(num_shards, options):
     """A batch of another pipeline may have such a size."""
