@@ -80,6 +80,8 @@ def from_kjt(
     weights = None if weights is None else np.asarray(weights)
     if not np.issubdtype(lengths.dtype, np.integer):
         raise TypeError(f"from_kjt: lengths: got {lengths.dtype}{list(lengths.shape)}, wanted integers.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"from_kjt: features: got {names}, wanted each feature once.")
     is_table = lengths.ndim == 2 and lengths.shape[0] == len(names)
     if not names or not (is_table or (lengths.ndim == 1 and lengths.shape[0] % len(names) == 0)):
         raise ValueError(

@@ -173,7 +173,7 @@ class ArrowSource(BlockSource):
     Raises:
       FileNotFoundError: no file there. ImportError: pyarrow is missing. KeyError: a column that is not there.
       TypeError: when a block is read, a column that holds neither numbers nor lists of numbers. ValueError: floats
-        with nulls, also found when a block is read; IPC files with different columns, or of another format.
+        with nulls, also found when a block is read; files with different columns, IPC files of another format.
 
     Cost:
       Making it reads the metadata of every file. Each block is decoded once as long as batches near each other ask for
@@ -208,13 +208,21 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
     import pyarrow as pa
     import pyarrow.dataset
 
-    if not isinstance(data, pa.dataset.Dataset):
+    are_paths = not isinstance(data, pa.dataset.Dataset)
+    if are_paths:
         paths = _paths_of(data)
         if all(path.endswith((".arrow", ".feather", ".ipc")) for path in paths):
             return _ipc_pieces(paths)
         data = pa.dataset.dataset(paths[0] if len(paths) == 1 else paths, partitioning="hive")
     pieces = []
     for fragment in data.get_fragments():
+        if are_paths:  # a dataset of the caller's may want nulls for columns that a file does not have
+            there = {*fragment.physical_schema.names, *pa.dataset.get_partition_keys(fragment.partition_expression)}
+            missing = [name for name in columns or data.schema.names if name in data.schema.names and name not in there]
+            if missing:
+                raise ValueError(
+                    f"ArrowSource: {fragment.path}: got no columns {missing}, wanted {data.schema.names} in every file."
+                )
         is_parquet = isinstance(fragment, pa.dataset.ParquetFileFragment)
         for part in fragment.split_by_row_group() if is_parquet else [fragment]:
             num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
@@ -280,19 +288,39 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     role = "floats" if pa.types.is_floating(kind) else "keys"
+    if role == "floats" and pa.types.is_fixed_size_list(column.type) and column.null_count:
+        raise ValueError(
+            f'ArrowSource: column "{name}": floats: got {column.null_count} nulls, wanted a list in every place.'
+        )
     numbers, lengths = adapters.unpack_arrow(column, f'ArrowSource: column "{name}"', role)
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 
 def _with_offsets(name: str, column: Any) -> Any:
+    what = f'ArraySource: column "{name}"'
     if not isinstance(column, Bags):
-        return column if hasattr(column, "shape") else np.asarray(column)
+        array = column if hasattr(column, "shape") else np.asarray(column)
+        if not array.shape:
+            raise ValueError(f"{what}: got a scalar, wanted an array [num_samples, ...] or Bags.")
+        return array
     if column.inverse is not None or (column.lengths is None and column.offsets is None):
-        raise ValueError(f'ArraySource: column "{name}": got {column}, wanted Bags with lengths or offsets alone.')
+        raise ValueError(f"{what}: got {column}, wanted Bags with lengths or offsets alone.")
     bags = _map_arrays(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
-    offsets = offsets_of(bags.lengths) if bags.offsets is None else bags.offsets
+    # Offsets may be part of those of a whole data set, beside all of its keys.
+    given, wanted = ("lengths", "at least 0") if bags.offsets is None else ("offsets", "that never decrease, from 0")
+    places = bags.lengths if bags.offsets is None else bags.offsets
+    if places.ndim != 1 or (places.size > 1 and places.dtype.kind not in "iu"):  # the sums of no lengths are floats
+        raise ValueError(f"{what}: {given}: got {places.dtype}{list(places.shape)}, wanted integers [num_samples].")
+    grows = given == "lengths" or (places.size > 0 and bool((places[1:] >= places[:-1]).all()))
+    if not grows or (places.size and places.min() < 0):
+        raise ValueError(f"{what}: {given}: got {places}, wanted numbers {wanted}.")
+    offsets = offsets_of(places) if given == "lengths" else places
+    if not np.can_cast(offsets.dtype, np.int64):
+        offsets = offsets.astype(np.int64)
     if offsets[-1] > len(bags.keys):
-        raise ValueError(f'ArraySource: column "{name}": got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.')
+        raise ValueError(f"{what}: got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.")
+    if bags.weights is not None and bags.weights.shape != bags.keys.shape:
+        raise ValueError(f"{what}: weights: got {list(bags.weights.shape)}, wanted {list(bags.keys.shape)}.")
     return Bags(bags.keys, offsets=offsets, weights=bags.weights)
 
 

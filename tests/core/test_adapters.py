@@ -584,6 +584,7 @@ def test_jagged_keys_behind_the_last_bag_are_padding():
         (ValueError, r"values: got shape \[2, 2\]", (KEYS_OF_KJT.reshape(2, 2), [2, 2], ["a", "b"]), None),
         (ValueError, r"weights: got shape \[3\]", (KEYS_OF_KJT, [2, 2], ["a", "b"]), np.ones(3, np.float32)),
         (ValueError, r"lengths: got shape \[0\] for 0 features", (KEYS_OF_KJT, np.zeros(0, int), []), None),
+        (ValueError, "features: got .* wanted each feature once", (KEYS_OF_KJT, [2, 2], ["a", "a"]), None),
     ],
 )
 def test_bad_jagged_keys(kind, message, arguments, weights):

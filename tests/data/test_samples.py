@@ -273,6 +273,13 @@ def test_mapped_arrays_are_pickled_as_places_in_files(tmp_path):
             'column "a": got Bags',
         ),
         ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 3]))}, 'column "a": got 3 keys, wanted 4 for its bags'),
+        ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([4, -1]))}, "lengths: got .* wanted numbers at least 0"),
+        ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([1.0, 2.0]))}, "lengths: got float64.* wanted integers"),
+        ({"a": jaxsok.Bags(np.arange(3), offsets=np.array([-1, 3]))}, "offsets: got .* wanted numbers that never"),
+        ({"a": jaxsok.Bags(np.arange(3), offsets=np.array([0, 2, 1, 3]))}, "offsets: got .* that never decrease"),
+        ({"a": jaxsok.Bags(np.arange(3), offsets=np.array([], int))}, "offsets: got .* wanted numbers that never"),
+        ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([3]), weights=np.ones(2))}, "weights: got .2., wanted .3."),
+        ({"a": 3}, 'column "a": got a scalar, wanted an array'),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(columns, message):
@@ -310,6 +317,13 @@ def test_parts_of_other_forms_are_refused(first, second, message):
     joined = JoinedSource([ArraySource({"a": first}), ArraySource({"a": second})])
     with pytest.raises(ValueError, match=f'take: column "a": got {message}'):
         joined.take(slice(0, 4))
+
+
+def test_offsets_of_64_bits_without_sign():
+    """Any integer type serves, also where samples are picked."""
+    bags = jaxsok.Bags(np.arange(5), offsets=np.array([0, 3, 5], np.uint64))
+    picked = ArraySource({"a": bags}).take(np.array([1, 0]))["a"]
+    assert picked.keys.tolist() == [3, 4, 0, 1, 2]
 
 
 # Arrow ----------------------------------------------------------------------------------------------------------------
@@ -561,3 +575,16 @@ def test_kept_blocks_are_the_last_ones_used(blocks, num_kept):
         kept = ([other for other in kept if other != block] + [block])[-num_kept:]
         assert source.take(np.array([10 * block + 3]))["user"].tolist() == [10 * block + 3]
     assert source.loads == loads
+
+
+def test_parquet_files_with_other_columns_and_lists_that_are_null(tmp_path):
+    """No column of a file becomes padding, and no list of floats becomes NaN."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for number, name in enumerate("uv"):
+        parquet.write_table(pa.table({"k": [1, 2], name: [3, 4]}), tmp_path / f"{number}.parquet")
+    with pytest.raises(ValueError, match=r"1\.parquet: got no columns \['u'\], wanted \['k', 'u'\] in every file"):
+        ArrowSource(tmp_path)
+    assert len(ArrowSource(tmp_path, ["k"])) == 4
+    lists = pa.table({"a": pa.array([[1.0, 2.0], None], pa.list_(pa.float32(), 2))})
+    with pytest.raises(ValueError, match='column "a": floats: got 1 nulls, wanted a list in every place'):
+        ArrowSource(lists).take(slice(0, 2))
