@@ -122,10 +122,10 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
         )
         for shard in range(spec.num_shards)
     ]
-    keys, tables, weights = uses.received[:, :2], uses.received[:, 2], uses.received[:, 3]
+    keys, tables = uses.received[:, :2], uses.received[:, 2]
     if not is_weighted:
         return _Received(StoreFeatures(keys, uses.offsets, None, tuple(layouts)), tables, None)
-    weights, bit = lax.bitcast_convert_type(weights, jnp.float32), jnp.uint32(plan_kernels.LEFT_OUT)
+    weights, bit = lax.bitcast_convert_type(uses.received[:, 3], jnp.float32), jnp.uint32(plan_kernels.LEFT_OUT)
     return _Received(StoreFeatures(keys, uses.offsets, weights, tuple(layouts)), tables & ~bit, tables >= bit)
 
 

@@ -30,7 +30,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.stats import Stats
 from jaxsok.store import State
 from jaxsok.strategy import Strategy
-from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET, Clock
+from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET, Clock, Digest
 from jaxsok.update import StepInputs
 
 
@@ -63,22 +63,22 @@ class Steps:
     def lookup(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch, or takes its lookup in flight out of the state, then the following batches."""
         lands_exact = bool(state.ahead) and state.ahead[0].embeddings is None
-        embeddings, state, plan = self._land(state, plan) if state.ahead else self._look_up(state, plan, clock)
+        embeddings, state, plan = self._land(state, plan) if state.ahead else self._look_up(state, plan, clock)[:3]
         following_plans = () if state.drains else plan.following[len(state.ahead) :]
         if lands_exact and (plan.staleness or not following_plans):
             state = dataclasses.replace(state, stores=tuple(map(tiers.finish_moves, state.stores)))
         for following in following_plans:
             if plan.staleness:
-                values, state, done = self._look_up(state, following, None)
-                in_flight = InFlight(
-                    not_none(done.found), not_none(done.ticket), following.digests(), following.form(), values
-                )
+                values, state, done, digests = self._look_up(state, following, None)
+                in_flight = InFlight(not_none(done.found), not_none(done.ticket), digests, following.form(), values)
             else:
                 state, in_flight = self._index(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
         return embeddings, state, plan
 
-    def _look_up(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:
+    def _look_up(
+        self, state: State, plan: Plan, clock: Clock | None
+    ) -> tuple[Embeddings, State, Plan, tuple[Digest, ...]]:
         embeddings: Embeddings = {}
         stores, found, asked, digests = list(state.stores), [], [], []
         now = state.step if clock is None else clock
@@ -96,7 +96,8 @@ class Steps:
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         sent = tuple(asked) if self.shards.num_shards > 1 else None
-        return embeddings, state, dataclasses.replace(plan, asked=sent, found=tuple(found), ticket=ticket)
+        plan = dataclasses.replace(plan, asked=sent, found=tuple(found), ticket=ticket)
+        return embeddings, state, plan, tuple(digests)
 
     def _index(self, state: State, plan: Plan, step: Clock) -> tuple[State, InFlight]:
         """Does the part of a lookup that reads no row's numbers, as of a step that is to come."""
@@ -112,7 +113,7 @@ class Steps:
             digests.append(digest)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
-        return state, InFlight(tuple(found), ticket, plan.digests(), plan.form())
+        return state, InFlight(tuple(found), ticket, tuple(digests), plan.form())
 
     def _read(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
         """Does the rest of a lookup: reads and combines the rows that a plan has found."""

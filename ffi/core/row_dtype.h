@@ -233,6 +233,9 @@ inline bool HasRowDtypes(RowDtype rows, RowDtype embeddings) {
   return embeddings == kRowDtypeFloat32 || embeddings == rows;
 }
 
+/// Returns the bytes of a number.
+JAXSOK_HOST_DEVICE int32_t NumberBytes(RowDtype dtype) { return dtype == kRowDtypeFloat32 ? 4 : 2; }
+
 /// Returns whether an update takes such gradients: those of embeddings, or bfloat16, as they may cross a wire.
 inline bool HasGradientDtype(RowDtype rows, RowDtype gradients) {
   return gradients == kRowDtypeBfloat16 || HasRowDtypes(rows, gradients);

@@ -324,6 +324,11 @@ inline BatchView ReadBatch(Call& call, int32_t num_tiles) {
 }
 inline BatchView ReadBatch(Call& call) { return ReadBatch(call, call.Attribute<int32_t>("num_tiles")); }
 
+/// Reads in which dtype numbers cross a wire.
+inline RowDtype ReadWireDtype(Call& call) {
+  return call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
+}
+
 /// Reads the table of each key; empty if the features determine it.
 inline void ReadTableIds(Call& call, BatchView& batch) {
   const Array table_ids = call.Operand("table_ids", ffi::U32, {-1});

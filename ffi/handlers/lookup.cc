@@ -104,7 +104,7 @@ ffi::Error LookupWindow(Call& call) {
   RowArrays arrays(call, "embeddings");
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
   return call.Launch([&](Stream stream) -> LaunchError {
-    const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
+    const int64_t line_bytes = int64_t{store.view.dim} * NumberBytes(dtype);
     Stream second;
     WindowExchange exchange(stream, window, call.device(), kCallLookup, num_lines * line_bytes,
                             sorts ? &second : nullptr);
@@ -144,9 +144,9 @@ ffi::Error LookupBagsWindow(Call& call) {
   int32_t* counts = CountsOf(call, store);
   RowArrays arrays(call, "embeddings");
   const EmbeddingsView embeddings = ReadEmbeddings(call, batch.num_features, arrays);
-  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
+  const RowDtype dtype = ReadWireDtype(call);
   return call.Launch([&](Stream stream) -> LaunchError {
-    const int64_t line_bytes = int64_t{store.view.dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
+    const int64_t line_bytes = int64_t{store.view.dim} * NumberBytes(dtype);
     WindowExchange exchange(stream, window, call.device(), kCallLookupBags, num_lines * line_bytes);
     if (exchange.error() != nullptr) return exchange.error();
     if (owned.num_features != exchange.num_shards()) return "features: wanted one for each shard";

@@ -91,7 +91,7 @@ std::vector<const float*> ReadBagGradients(Call& call, int32_t num_features) {
 /// feature: a key for each request received, whose row gradient may arrive.
 ffi::Error UpdateWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
-  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
+  const RowDtype dtype = ReadWireDtype(call);
   Step step;
   step.Read(call);
   const Array slots = call.Operand("slots", ffi::S32, {-1});
@@ -110,7 +110,7 @@ ffi::Error UpdateWindow(Call& call) {
   void* workspace_of_bags = call.Workspace(UpdateWorkspaceBytes(bags.num_keys, dim));
   step.ReadWorkspace(call);
   return call.Launch([&](Stream stream) -> LaunchError {
-    const int64_t line_bytes = int64_t{dim} * (dtype == kRowDtypeFloat32 ? 4 : 2);
+    const int64_t line_bytes = int64_t{dim} * NumberBytes(dtype);
     Stream second;
     WindowExchange exchange(stream, window, call.device(), kCallUpdate, num_lines * line_bytes, &second);
     if (exchange.error() != nullptr) return exchange.error();
@@ -136,7 +136,7 @@ ffi::Error UpdateWindow(Call& call) {
 /// feature for each shard.
 ffi::Error UpdateBagsWindow(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
-  const RowDtype dtype = call.Attribute<int32_t>("is_bfloat16") != 0 ? kRowDtypeBfloat16 : kRowDtypeFloat32;
+  const RowDtype dtype = ReadWireDtype(call);
   Step step;
   step.Read(call);
   const BatchView bags = ReadBags(call, 0, call.Attribute<int32_t>("num_bag_tiles"));
@@ -146,7 +146,7 @@ ffi::Error UpdateBagsWindow(Call& call) {
   step.ReadResults(call);
   step.ReadWorkspace(call);
   const int32_t dim = step.store.view.dim, num_shards = step.batch.num_features;
-  const int64_t part_bytes = scales.size(0) * dim * (dtype == kRowDtypeFloat32 ? 4 : 2);
+  const int64_t part_bytes = scales.size(0) * dim * NumberBytes(dtype);
   return call.Launch([&](Stream stream) -> LaunchError {
     Stream second;
     WindowExchange exchange(stream, window, call.device(), kCallUpdateBags, num_shards * part_bytes, &second);

@@ -1,4 +1,5 @@
-// Takes the gradients of bags back to rows: the transpose of combining, which lookups do (lookup.h).
+// Takes the gradients of bags back to rows, the transpose of combining, which lookups do (lookup.h); or sends them to
+// the shards that do so.
 // Law 4: <combine(x), y> = <x, transpose(y)>.
 #ifndef JAXSOK_KERNELS_COMBINE_H_
 #define JAXSOK_KERNELS_COMBINE_H_
@@ -32,10 +33,9 @@ LaunchError LaunchSortByRow(Stream stream, int64_t num_unique, const int32_t* in
 
 /// Writes the gradients of bags into the windows of all shards, times the scales of their bags.
 ///
-/// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; of `bags` only the features are read. scales[b] is that
-/// of
-///          bag b, counted over all features (UsesView). windows.parts[s]: where this shard's lines begin in the window
-///          of shard s.
+/// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; of `bags` only the features are read. scales[b] is the
+///          scale of bag b, counted over all features (UsesView). windows.parts[s]: where this shard's lines begin in
+///          the window of shard s.
 /// Post   : line b of each window is the scaled gradient of bag b, as `dtype` (float32 or bfloat16).
 LaunchError LaunchSendBagGradients(Stream stream, const float* const* bag_gradients, const float* scales, int32_t dim,
                                    const BatchView& bags, const LineTarget& windows, int32_t shard, int32_t num_shards,

@@ -75,7 +75,7 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   if (bags.error() != nullptr) return bags.error();
   constexpr int64_t kRowsPerTask = 4096;
   const bool is_float32 = dtype == kRowDtypeFloat32;
-  const int64_t line_bytes = int64_t{dim} * (is_float32 ? 4 : 2);
+  const int64_t line_bytes = int64_t{dim} * NumberBytes(dtype);
   RunRanges(stream, num_unique, kRowsPerTask, [&](int64_t begin, int64_t end) {
     if (!row_gradients.IsWindow()) {
       std::memset(row_gradients.At(begin, line_bytes), 0, static_cast<size_t>((end - begin) * line_bytes));

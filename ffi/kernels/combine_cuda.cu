@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "combine.h"
-#include "uses_cuda.cuh"
+#include "uses_sum_cuda.cuh"
 
 namespace jaxsok {
 namespace {
@@ -178,8 +178,8 @@ LaunchError LaunchSendBagGradients(Stream stream, const float* const* bag_gradie
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, const LineTarget& row_gradients,
                                    RowDtype dtype, int32_t* num_uses, void* sorted_uses, void* workspace) {
-  FeaturePointers<const void> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers(bag_gradients, batch.num_features, pointers));
+  GradientPointers pointers{{}, kRowDtypeFloat32};
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers(bag_gradients, batch.num_features, pointers.of_feature));
   const ApplyWrite out{row_gradients, dtype == kRowDtypeFloat32, num_uses, dim, num_unique};
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, BitsBelow(num_unique), &w));
@@ -189,7 +189,7 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys != 0 && batch.num_tiles != 0) {
     if (sorted_uses == nullptr) JAXSOK_RETURN_IF_LAUNCH(SortByRow(stream, num_unique, inverse, batch, w));
-    JAXSOK_RETURN_IF_LAUNCH(LaunchUses(stream, out, pointers, batch, w, dim));
+    JAXSOK_RETURN_IF_LAUNCH(LaunchUses(stream, out, pointers, batch, w, dim, LaneShape::Of(dim)));
   }
   if (row_gradients.IsWindow()) return nullptr;
   int lanes = 1;

@@ -1,14 +1,13 @@
 // Copies of a warp's next inputs to shared memory while it works on the current ones (StagedShortChunks,
-// uses_cuda.cuh).
+// uses_sum_cuda.cuh).
 #ifndef JAXSOK_KERNELS_STAGES_CUDA_CUH_
 #define JAXSOK_KERNELS_STAGES_CUDA_CUH_
 
 #include <cuda_pipeline_primitives.h>
 
 #include <cstring>
-#include <type_traits>
 
-#include "bags_cuda.cuh"
+#include "uses_cuda.cuh"
 
 namespace jaxsok {
 
@@ -50,35 +49,6 @@ struct StagedLines {
 
  private:
   __device__ static char* PartAt(char* lines, int part) { return lines + (part * kBlock + threadIdx.x) * 16; }
-};
-
-/// The type of gradients of kernels that read at run time which of these it is; the widest comes first.
-template <typename... Numbers>
-struct AnyOf {};
-
-/// How a kernel reads gradients. One that is compiled for one type does not read the dtype: code for several costs
-/// registers.
-template <typename Gradient>
-struct GradientReader {
-  using Widest = Gradient;
-
-  /// Calls work(number) with a value of the gradients' type.
-  template <typename Work>
-  __device__ static void WithNumber(RowDtype, const Work& work) {
-    work(Gradient{});
-  }
-};
-template <typename First, typename... Others>
-struct GradientReader<AnyOf<First, Others...>> {
-  using Widest = First;
-
-  template <typename Work>
-  __device__ static void WithNumber(RowDtype dtype, const Work& work) {
-    if constexpr (sizeof...(Others) > 0) {
-      if (dtype != RowNumber<First>::kDtype) return GradientReader<AnyOf<Others...>>::WithNumber(dtype, work);
-    }
-    work(First{});
-  }
 };
 
 /// The inputs of a turn of StagedShortChunks in shared memory: the first gradient of each group's row, the row, and its

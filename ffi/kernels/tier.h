@@ -196,7 +196,7 @@ struct TierView {
 
   AheadArea* area;  // of the first slab, on the device; nullptr: the library does not own the memory
 
-  JAXSOK_HOST_DEVICE int64_t RowBytes() const { return int64_t{dim} * (row_dtype == kRowDtypeFloat32 ? 4 : 2); }
+  JAXSOK_HOST_DEVICE int64_t RowBytes() const { return int64_t{dim} * NumberBytes(row_dtype); }
   JAXSOK_HOST_DEVICE bool IsStaged(uint32_t slot) const { return slot >= num_lines; }
   JAXSOK_HOST_DEVICE char* RowAt(uint32_t slot) const {
     return IsStaged(slot) ? static_cast<char*>(staged_rows) + (slot - num_lines) * RowBytes()

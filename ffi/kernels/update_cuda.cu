@@ -1,4 +1,4 @@
-// The update on a GPU: uses are listed, sorted and summed (uses_cuda.cuh), and rows step (update_cuda.cuh).
+// The update on a GPU: uses are sorted (uses_cuda.cuh) and summed (uses_sum_cuda.cuh), and rows step (update_cuda.cuh).
 #include <algorithm>
 
 #include "update_cuda.h"

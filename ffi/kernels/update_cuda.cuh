@@ -1,4 +1,4 @@
-// An optimizer of the update on a GPU, for rows of one dtype: uses_cuda.cuh applies it to a row's gradients.
+// An optimizer of the update on a GPU, for rows of one dtype: uses_sum_cuda.cuh applies it to a row's gradients.
 // ../CMakeLists.txt lists the instances of these templates.
 #ifndef JAXSOK_KERNELS_UPDATE_CUDA_CUH_
 #define JAXSOK_KERNELS_UPDATE_CUDA_CUH_
@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "update_cuda.h"
+#include "uses_sum_cuda.cuh"
 
 namespace jaxsok {
 
@@ -110,7 +111,7 @@ struct StepArguments {
   }
 };
 
-// The interface of a step. The sums of uses_cuda.cuh call, for each row with uses:
+// The interface of a step. The sums of uses_sum_cuda.cuh call, for each row with uses:
 //
 //   Load          begins to read the inputs of the step, before the gradients are summed
 //   Ask and Take  begin to read the same into a stage (StageOf), and take it from there
@@ -302,7 +303,7 @@ LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArgu
   apply.num_nonfinite = a.num_nonfinite;
   apply.inverse_dim = (store.dim & (store.dim - 1)) == 0 ? 1.0f / static_cast<float>(store.dim) : 0.0f;
   const LaneShape shape = std::is_same_v<Row, float> ? LaneShape::Of(store.dim) : LaneShape::OfRows16(store.dim);
-  return LaunchUses(stream, apply, gradients.of_feature, a.batch, w, store.dim, gradients.dtype, shape, {kBlock, 0});
+  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, shape);
 }
 
 template <typename Row, typename Step>

@@ -7,12 +7,6 @@
 
 namespace jaxsok {
 
-/// The bag gradients of each feature.
-struct GradientPointers {
-  FeaturePointers<const void> of_feature;
-  RowDtype dtype;
-};
-
 /// The kernels that step the rows whose uses are sorted, by an optimizer of core/row_update.h (update_cuda.cuh).
 template <typename Row, typename Step>
 struct StepOf {

@@ -1,6 +1,6 @@
 // Sums of rows with many uses, for a later kernel that steps them: without an optimizer, and in float32 for any dtype
 // of rows and gradients.
-#include "uses_cuda.cuh"
+#include "uses_sum_cuda.cuh"
 
 namespace jaxsok {
 LaunchError LaunchSumLong(Stream stream, const UseView& view, const UsesWorkspace& w, LaneShape shape) {

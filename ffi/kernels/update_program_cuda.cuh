@@ -1,4 +1,4 @@
-// Row programs on a GPU: uses_cuda.cuh applies them to a row's gradients, operation by operation.
+// Row programs on a GPU: uses_sum_cuda.cuh applies them to a row's gradients, operation by operation.
 //
 // A register is in shared memory. The columns of each lane have the lane's own places, so that lanes wait for each
 // other only in reductions:
@@ -435,7 +435,7 @@ LaunchError ProgramOf<Row>::Launch(Stream stream, const StoreView& store, const 
   const int per_lane = ShapePerLane(store.dim, shape);
   BlockShape block;
   JAXSOK_RETURN_IF_LAUNCH(apply.Translate(*a.spec.program, shape.vector, per_lane, &block));
-  return LaunchUses(stream, apply, gradients.of_feature, a.batch, w, store.dim, gradients.dtype, shape, block);
+  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, shape, block);
 }
 
 }  // namespace jaxsok

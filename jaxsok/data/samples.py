@@ -306,7 +306,7 @@ def _with_offsets(name: str, column: Any) -> Any:
     if column.inverse is not None or (column.lengths is None and column.offsets is None):
         raise ValueError(f"{what}: got {column}, wanted Bags with lengths or offsets alone.")
     bags = _map_arrays(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
-    # Offsets may be part of those of a whole data set, beside all of its keys.
+    # Offsets need not begin at 0: they may be a slice of those of all samples, and `keys` then has those of all.
     given, wanted = ("lengths", "at least 0") if bags.offsets is None else ("offsets", "that never decrease, from 0")
     places = bags.lengths if bags.offsets is None else bags.offsets
     if places.ndim != 1 or (places.size > 1 and places.dtype.kind not in "iu"):  # the sums of no lengths are floats
@@ -411,7 +411,7 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 def _form_of(column: np.ndarray | Bags) -> str:
     if isinstance(column, Bags):
         return "Bags" if column.weights is None else "Bags with weights"
-    return f"arrays {['num_samples', *column.shape[1:]]}".replace("'", "")
+    return f"arrays [{', '.join(map(str, ('num_samples', *column.shape[1:])))}]"
 
 
 def _join_numbers(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -84,6 +84,10 @@ def update(
     return store, out["num_nonfinite"], out["num_stale"]
 
 
+def _of_window(window: int, num_bag_tiles: int, dtype: str) -> dict[str, Any]:
+    return {"window": window, "num_bag_tiles": num_bag_tiles, "is_bfloat16": dtype == "bfloat16"}
+
+
 def update_window(
     window: int,
     store: Store,
@@ -110,8 +114,7 @@ def update_window(
         "workspace_of_bags": workspace(slots, "JaxsokUpdateWorkspaceBytes", slots.shape[0], dim),
         "workspace": workspace(slots, "JaxsokUpdateWorkspaceBytes", num_lines, dim),
     }
-    attributes = step.attributes() | {"window": window, "num_bag_tiles": num_bag_tiles}
-    attributes["is_bfloat16"] = dtype == "bfloat16"
+    attributes = step.attributes() | _of_window(window, num_bag_tiles, dtype)
     store, out = call_on_store("jaxsok_update_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]
 
@@ -134,7 +137,6 @@ def update_bags_window(
     operands = step.operands() | {"bags": tuple(bags), "scales": scales, "bag_gradients": gradients}
     operands |= after_meeting(window, scales)
     results = step.results() | {"workspace": size}
-    attributes = step.attributes() | {"window": window, "num_bag_tiles": num_bag_tiles}
-    attributes["is_bfloat16"] = dtype == "bfloat16"
+    attributes = step.attributes() | _of_window(window, num_bag_tiles, dtype)
     store, out = call_on_store("jaxsok_update_bags_window", store, operands, results, **_STEPPED, **attributes)
     return store, out["num_nonfinite"], out["num_stale"]

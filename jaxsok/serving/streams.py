@@ -260,6 +260,20 @@ class _Gone(ServingError):
     """Redis no longer has the files of a version."""
 
 
+def _find_next(pending: Sequence[_Entry], held: Mapping[str, str | None]) -> tuple[int, Sequence[str], bool]:
+    """Finds the next version that tables lack, by the versions that they hold, which may differ.
+
+    Returns its place among `pending`, whose number if there is none; these tables; and whether other tables hold it or
+    a later one. Then those that lack it catch up, one version at a time.
+    """
+    counts = {entry.uuid: number for number, entry in enumerate(pending, 1)}
+    done = {name: counts.get(uuid, 0) for name, uuid in held.items()}
+    lacking = [[name for name in entry.find_changed(held) if done[name] <= n] for n, entry in enumerate(pending)]
+    last_full = max((n for n, entry in enumerate(pending) if not entry.base), default=0)
+    first = max(last_full, next((n for n, names in enumerate(lacking) if names), len(pending)))
+    return first, lacking[first] if first < len(pending) else (), max(done.values()) > first
+
+
 class Follower(Repeated):
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
@@ -323,19 +337,13 @@ class Follower(Repeated):
         last = self._pending[-1].id if self._pending else self._position
         pending = [*self._pending, *self._stream.entries(last, 0.0 if self._pending else wait_s)]
         held = self._served.versions.current.uuids
-        counts = {entry.uuid: number for number, entry in enumerate(pending, 1)}
-        done = {name: counts.get(uuid, 0) for name, uuid in held.items()}  # tables may hold different versions
-        lacking = [
-            [name for name in entry.find_changed(held) if done[name] <= number] for number, entry in enumerate(pending)
-        ]
-        last_full = max((number for number, entry in enumerate(pending) if not entry.base), default=0)
-        first = max(last_full, next((number for number, names in enumerate(lacking) if names), len(pending)))
+        first, lacking, is_for_some = _find_next(pending, held)
         self._pending = pending[first:]
         self._forget(self._fetched.keys() - {entry.uuid for entry in self._pending})
         if first:
             self._position = pending[first - 1].id
         base = self._pending[0].base if self._pending else None
-        is_lost = base is not None and any(held[name] != base for name in lacking[first])
+        is_lost = base is not None and any(held[name] != base for name in lacking)
         # A server that needs another export does not keep the publisher from going on.
         self._stream.note(self._consumer, self._pending[-1].id if is_lost else self._position)
         if is_lost:
@@ -348,7 +356,6 @@ class Follower(Repeated):
         if not self._pending:
             return 0
         sizes = itertools.accumulate(entry.num_bytes for entry in self._pending)
-        is_for_some = max(done.values()) > first  # some tables hold it or a later one; the others catch up one by one
         most = 1 if self._is_careful or is_for_some else max(1, sum(size <= BATCH_BYTES for size in sizes))
         num_fetched = sum(1 for _ in itertools.takewhile(lambda entry: entry.uuid in self._fetched, self._pending))
         batch = self._pending[: min(most, num_fetched or most)]  # others are fetched while these are applied
@@ -362,7 +369,7 @@ class Follower(Repeated):
         try:
             with self._fetching(after=batch[-1].id):
                 paths = [self._fetched[entry.uuid] for entry in batch]
-                self._served.update(dict.fromkeys(lacking[first], paths[0]) if is_for_some else paths, None, "auto")
+                self._served.update(dict.fromkeys(lacking, paths[0]) if is_for_some else paths, None, "auto")
         finally:
             self._forget([entry.uuid for entry in batch])  # what is refused is fetched again
         self._is_careful, self._delay_s = False, batch[0].age_s
