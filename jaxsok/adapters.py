@@ -92,11 +92,8 @@ def from_kjt(
         name, got = ("values", values) if values.ndim != 1 else ("weights", not_none(weights))
         raise ValueError(f"from_kjt: {name}: got shape {list(got.shape)}, wanted [num_keys].")
     lengths = lengths.reshape(len(names), -1)
-    bounds = np.cumsum([0, *lengths.sum(axis=1, dtype=np.int64).tolist()]).tolist()
-    if bounds[-1] > values.shape[0]:
-        raise ValueError(
-            f"from_kjt: lengths: got a sum of {bounds[-1]} for {values.shape[0]} values, wanted at most that."
-        )
+    features_lib.bag_offsets(lengths.reshape(-1), "lengths", values.shape[0], "from_kjt")
+    bounds = np.append(0, np.cumsum(lengths.sum(axis=1, dtype=np.int64))).tolist()
     parts = [slice(*part) for part in itertools.pairwise([*bounds[:-1], None])]
     return {
         name: Bags(values[part], lengths=of_feature, weights=None if weights is None else weights[part])

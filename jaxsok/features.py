@@ -628,25 +628,39 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(lengths, dtype=np.int64))
 
 
-def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.ndarray:
-    """Returns offsets as int32 after checking that they rise from 0 to the number of keys."""
-    num_keys = words.shape[0]
+def bag_offsets(given: np.ndarray, name: str, num_keys: int, what: str) -> np.ndarray:
+    """Returns the offsets of bags from their lengths (int64) or offsets (as they are), `name` says which.
+
+    Offsets may begin behind 0; whether every key is in a bag is left to the caller.
+
+    Raises:
+      ValueError: a negative number, offsets that decrease, or an end after the last key.
+    """
     if given.size and given.min() < 0:
         raise ValueError(f"{what}: {name}: got {int(given.min())}, wanted no negative number.")
-    if name == "lengths":
-        offsets = offsets_of(given)
-    else:
-        offsets = given.astype(np.int64)
-        if offsets[0] != 0:
-            raise ValueError(f"{what}: offsets: got {offsets[0]} first, wanted 0.")
-        falls = np.flatnonzero(np.diff(offsets) < 0)
+    if name == "offsets":
+        offsets, falls = given, np.flatnonzero(given[1:] < given[:-1])  # no difference: it could exceed the dtype
         if falls.size:
             i = int(falls[0])
             raise ValueError(
                 f"{what}: offsets: got {offsets[i]} then {offsets[i + 1]} at {i}, wanted never decreasing."
             )
+    else:
+        longest = int(given.max(initial=0))
+        if longest > num_keys:  # the sum could exceed int64
+            raise ValueError(f"{what}: lengths: got a bag of {longest} keys, past the end of {num_keys} keys.")
+        offsets = offsets_of(given)
     if offsets[-1] > num_keys:
         raise ValueError(f"{what}: {name}: got an end at {offsets[-1]}, past the end of {num_keys} keys.")
+    return offsets
+
+
+def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.ndarray:
+    """Returns offsets as int32 after checking that they rise from 0 to the number of keys."""
+    num_keys = words.shape[0]
+    offsets = bag_offsets(given, name, num_keys, what)
+    if offsets[0] != 0:
+        raise ValueError(f"{what}: offsets: got {offsets[0]} first, wanted 0.")
     if offsets[-1] < num_keys and not isinstance(words, jax.core.Tracer):
         tail = np.asarray(words[offsets[-1] :])
         if not (tail == np.uint32(PADDING_KEY & 0xFFFFFFFF)).all():

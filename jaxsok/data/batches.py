@@ -103,11 +103,15 @@ class Batches(grain.MapDataset):
         if not drop_remainder and streams > 1:
             raise ValueError(f"Batches: drop_remainder: got False with {streams} streams, wanted one stream.")
         self._of_stream = batch_size // streams  # samples of a batch from one stream
-        self._stream_samples = max(0, last - self._first) // streams
+        num_samples = max(0, last - self._first)
+        self._stream_samples = num_samples // streams
         self._length = (self._stream_samples + (0 if drop_remainder else self._of_stream - 1)) // self._of_stream
         if not self._length:
-            got = f"{batch_size} for {max(0, last - self._first)} samples"
+            got = f"{batch_size} for {num_samples} samples"
             raise ValueError(f"Batches: batch_size: got {got}, wanted at most as many.")
+        if seed is not None and drop_remainder:
+            self._stream_samples = self._length * self._of_stream
+        self._num_unread = num_samples - streams * self._stream_samples
         # This process's part of each batch: from these streams, these of each stream's samples.
         self._parts = _parts_of(index, count, streams, self._of_stream)
         self._window = shuffle_batches * self._of_stream
@@ -140,9 +144,9 @@ class Batches(grain.MapDataset):
         window, place = divmod(begin, self._window)
         size = min(self._window, self._stream_samples - window * self._window)
         mixed = _mix(self._seed, epoch, window, size, tuple(stream for stream, _ in self._parts))[stream]
-        places = stream * self._stream_samples + window * self._window + mixed[place : place + last - begin]
         # Blocks in the order of this epoch, and the place of each sample among them.
-        order = _block_order(self._seed, epoch, len(self._sizes))
+        order, skipped = _start_epoch(self._seed, epoch, len(self._sizes), self._num_unread)
+        places = skipped + stream * self._stream_samples + window * self._window + mixed[place : place + last - begin]
         ends = np.cumsum(self._sizes[order])
         number_of = np.searchsorted(ends, places, "right")
         blocks = order[number_of]
@@ -226,8 +230,14 @@ def _parts_of(index: int, count: int, streams: int, of_stream: int) -> list[tupl
 
 
 @functools.lru_cache(maxsize=8)
-def _block_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_blocks)
+def _start_epoch(seed: int, epoch: int, num_blocks: int, num_unread: int) -> tuple[np.ndarray, int]:
+    """Returns the order of an epoch's blocks, and how many samples it leaves out before the first one that it reads.
+
+    It leaves out `num_unread` samples. Their share before the first differs from epoch to epoch, so that a source of
+    few blocks does not lose the same samples each time.
+    """
+    random = np.random.default_rng([seed, epoch])
+    return random.permutation(num_blocks), int(random.integers(num_unread + 1))
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxsok import adapters, checks
-from jaxsok.features import Bags, offsets_of
+from jaxsok.features import Bags, bag_offsets, offsets_of
 from jaxsok.split import cut_bags, pick_bags
 
 Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
@@ -306,19 +306,15 @@ def _with_offsets(name: str, column: Any) -> Any:
     if column.inverse is not None or (column.lengths is None and column.offsets is None):
         raise ValueError(f"{what}: got {column}, wanted Bags with lengths or offsets alone.")
     bags = _map_arrays(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
+    given, places = ("lengths", bags.lengths) if bags.offsets is None else ("offsets", bags.offsets)
+    is_integer = places.dtype.kind in "iu" or places.size < (1 if given == "lengths" else 2)  # np.cumsum([]): floats
+    if places.ndim != 1 or not is_integer or (given == "offsets" and not places.size):
+        wanted = "[num_samples]" if given == "lengths" else "[num_samples + 1]"
+        raise ValueError(f"{what}: {given}: got {places.dtype}{list(places.shape)}, wanted integers {wanted}.")
     # Offsets need not begin at 0: they may be a slice of those of all samples, and `keys` then has those of all.
-    given, wanted = ("lengths", "at least 0") if bags.offsets is None else ("offsets", "that never decrease, from 0")
-    places = bags.lengths if bags.offsets is None else bags.offsets
-    if places.ndim != 1 or (places.size > 1 and places.dtype.kind not in "iu"):  # the sums of no lengths are floats
-        raise ValueError(f"{what}: {given}: got {places.dtype}{list(places.shape)}, wanted integers [num_samples].")
-    grows = given == "lengths" or (places.size > 0 and bool((places[1:] >= places[:-1]).all()))
-    if not grows or (places.size and places.min() < 0):
-        raise ValueError(f"{what}: {given}: got {places}, wanted numbers {wanted}.")
-    offsets = offsets_of(places) if given == "lengths" else places
+    offsets = bag_offsets(places, given, len(bags.keys), what)
     if not np.can_cast(offsets.dtype, np.int64):
         offsets = offsets.astype(np.int64)
-    if offsets[-1] > len(bags.keys):
-        raise ValueError(f"{what}: got {len(bags.keys)} keys, wanted {offsets[-1]} for its bags.")
     if bags.weights is not None and bags.weights.shape != bags.keys.shape:
         raise ValueError(f"{what}: weights: got {list(bags.weights.shape)}, wanted {list(bags.keys.shape)}.")
     return Bags(bags.keys, offsets=offsets, weights=bags.weights)

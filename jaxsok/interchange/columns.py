@@ -59,7 +59,7 @@ def write_parquet(
       [{'key': 7, 'row': [1.0, 1.0]}]
     """
     _, parquet = _arrow("write_parquet")
-    form, chunks = files.check_records("write_parquet", records)
+    form, chunks = _checked("write_parquet", records)
     schema, num_rows = _schema(form), 0
     with files.partial_files("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         summed = _Summed(file)
@@ -119,7 +119,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
     """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a batch for each chunk, as `write_parquet`."""
     pa, _ = _arrow("write_arrow")
-    form, chunks = files.check_records("write_arrow", records)
+    form, chunks = _checked("write_arrow", records)
     schema, num_rows = _schema(form), 0
     with files.partial_files("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
@@ -214,6 +214,12 @@ def _arrow(op: str) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
+def _checked(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
+    form, chunks = files.check_records(op, records)
+    files.require_both_statistics(f"{op}: records", form.statistics)
+    return form, chunks
+
+
 def _schema(form: Form) -> Any:
     import pyarrow as pa
 
@@ -278,7 +284,9 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
         if named != "bfloat16" or dtype != np.float32:
             refuse("row", f"{dtype.name} with the metadata {named}", "one dtype")
         dtype = files.ROW_DTYPES["bfloat16"]
-    return Form(dim, dtype, tuple(states), tuple(name for name in _STATISTICS if name in names))
+    statistics = tuple(name for name in _STATISTICS if name in names)
+    files.require_both_statistics(f"{op}: {path}: columns", statistics)
+    return Form(dim, dtype, tuple(states), statistics)
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:

@@ -99,6 +99,12 @@ def form_of(op: str, records: Any) -> Form:
     return Form(rows.shape[1], rows.dtype, states, tuple(statistics))
 
 
+def require_both_statistics(what: str, given: Sequence[str]) -> None:
+    """Refuses one of the statistics without the other: a table keeps both."""
+    if len(given) == 1:
+        raise ValueError(f"{what}: got {given[0]} alone, wanted last_step and frequency, or neither.")
+
+
 def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
     """Returns the form of the first chunk, and all chunks, each checked to have it; EMPTY if there are none."""
     chunks = iter([records] if isinstance(records, Records) else records)

@@ -1,7 +1,8 @@
 """A table as a `.npz` of NumPy: for tables that fit into host memory, and for other tools.
 
 Arrays are `key` uint64 and `row`, and if they are kept `state.<name>`, `last_step` and `frequency`, with an entry for
-each row. Rows of bfloat16, which the format lacks, are uint16 of the same bits; `row_dtype` names the dtype.
+each row. Rows of bfloat16, which the format lacks, are uint16 of the same bits; `row_dtype` names the dtype. A file of
+another tool may leave `row_dtype` out, and its `key` may be of any integer type.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok import keys as keys_lib
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RecordChunks, RecordsIn
@@ -30,6 +32,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
 
     Raises:
       FileExistsError: there is a file, and `overwrite` is False.
+      ValueError: a key that occurs twice.
 
     Example:
       >>> import tempfile
@@ -39,8 +42,10 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
       ...         {name: arrays[name].tolist() for name in arrays}
       {'key': [7], 'row': [[1.0, 1.0]], 'row_dtype': 'float32'}
     """
-    _, chunks = files.check_records("write_npz", records)
+    form, chunks = files.check_records("write_npz", records)
+    files.require_both_statistics("write_npz: records", form.statistics)
     whole = join_records(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
+    files.check_keys("write_npz", len(whole.keys), lambda: iter([whole.keys]), lambda number: f"records.keys[{number}]")
     rows = whole.rows.view(np.uint16) if whole.rows.dtype.name == "bfloat16" else whole.rows
     arrays: dict[str, Any] = {"key": whole.keys, "row": rows, "row_dtype": np.array(whole.rows.dtype.name)}
     arrays |= {f"state.{name}": array for name, array in whole.state.items()}
@@ -51,7 +56,9 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
 
 
 def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
-    """Reads what `write_npz` wrote. Host memory holds the whole table; its checksums are checked before this returns.
+    """Reads what `write_npz` or another tool wrote; host memory holds the whole table.
+
+    The checksums of all arrays are checked before this returns.
 
     Raises:
       FileNotFoundError: there is no file.
@@ -62,13 +69,18 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
     """
     op, path = "read_npz", pathlib.Path(path)
     arrays = _arrays(op, path)
-    missing = [name for name in ("key", "row", "row_dtype") if name not in arrays]
+    missing = [name for name in ("key", "row") if name not in arrays]
     if missing:
         raise ValueError(f"{op}: {path}: got arrays {list(arrays)}, wanted also {missing}.")
-    dtype = files.ROW_DTYPES.get(str(arrays.pop("row_dtype")))
     rows, keys = arrays.pop("row"), arrays.pop("key")
-    if dtype is None or rows.dtype != (np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype):
-        raise ValueError(f"{op}: {path}: row: got {rows.dtype.name}, wanted what row_dtype says.")
+    named = str(arrays.pop("row_dtype", rows.dtype.name))
+    dtype = files.ROW_DTYPES.get(named)
+    if dtype is None or rows.dtype != (np.dtype(np.uint16) if named == "bfloat16" else dtype):
+        wanted = f"one of {list(files.ROW_DTYPES)}; row_dtype names it, bfloat16 is held as uint16"
+        raise ValueError(f"{op}: {path}: row: got {rows.dtype.name} with row_dtype {named}, wanted {wanted}.")
+    if not np.issubdtype(keys.dtype, np.integer) or keys.ndim != 1:
+        raise ValueError(f"{op}: {path}: key: got {keys.dtype.name}{list(keys.shape)}, wanted integers [num_rows].")
+    keys = keys_lib.from_words(keys_lib.to_words(keys, op))
     state = {name.removeprefix("state."): arrays.pop(name) for name in list(arrays) if name.startswith("state.")}
     records = Records(keys, rows.view(dtype), state, arrays.pop("last_step", None), arrays.pop("frequency", None))
     if arrays:
@@ -77,6 +89,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
         form = files.form_of(f"{op}: {path}", records)
     except TypeError as error:
         raise ValueError(str(error)) from error
+    files.require_both_statistics(f"{op}: {path}", form.statistics)
     files.check_keys(op, len(keys), lambda: iter([keys]), lambda number: f"{path}: key[{number}]")
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 

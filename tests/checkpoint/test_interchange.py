@@ -481,7 +481,8 @@ NPZ = {
     "fields": [("key.npy", entry_of(np.zeros(3, [("a", "<u8")])))],
     "strings": [("key.npy", entry_of(np.array(["7", "8", "9"])))],
     "floats": [("key.npy", entry_of(np.ones(3)))],
-    "signed": [("key.npy", entry_of(np.array([1, 2, 3], np.int64)))],
+    "one of the statistics": ["key.npy", ("last_step.npy", entry_of(np.ones(3, np.uint32)))],
+    "an unknown dtype of rows": ["key.npy", ("row_dtype.npy", entry_of(np.array("int8")))],
     "a shape beyond memory": [("key.npy", claims((2**50,), "<u8"))],
     "an array that claims more than there is": [("key.npy", claims((2**28,), "<u8"))],
     "a negative shape": [("key.npy", claims((-1,), "<u8"))],
@@ -500,7 +501,8 @@ def test_npz_entries_that_cannot_be_are_refused(tmp_path, case):
     }
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # two entries have one name
-        for file_name in ["row.npy", "row_dtype.npy", *NPZ[case]]:
+        rest = ["row.npy"] if "dtype" in case else ["row.npy", "row_dtype.npy"]
+        for file_name in [*rest, *NPZ[case]]:
             file.writestr(*((file_name, whole[file_name]) if isinstance(file_name, str) else file_name))
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"read_npz: .*t\.npz: "):
@@ -1203,6 +1205,69 @@ def test_statistics_follow_their_key(tmp_path):
         save(collection, state, tmp_path)
         chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
         assert {key: chunk[3:] for key, chunk in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint32, np.uint8, ">i8"])
+@pytest.mark.parametrize("rows", [np.float16, np.float32, np.float64])
+def test_npz_of_other_tools_are_read(tmp_path, kind, rows):
+    """Arrays `key` and `row` suffice; keys may be of any integer type, as in columns."""
+    keys, numbers = np.array([7, 9, 200], kind), np.arange(6, dtype=rows).reshape(3, 2)
+    np.savez_compressed(tmp_path / "t.npz", key=keys, row=numbers)
+    read = npz.read_npz(tmp_path / "t.npz")
+    assert by_key(read) == by_key([Records(np.array([7, 9, 200], np.uint64), numbers)])
+
+
+def test_npz_keys_are_widened_by_their_sign(tmp_path):
+    np.savez(tmp_path / "t.npz", key=np.array([-2, 3], np.int32), row=np.ones((2, 1), np.float32))
+    (chunk,) = npz.read_npz(tmp_path / "t.npz")
+    assert chunk.keys.tolist() == [2**64 - 2, 3]
+    np.savez(tmp_path / "t.npz", key=np.array([-1, 3], np.int32), row=np.ones((2, 1), np.float32))
+    with pytest.raises(ValueError, match=r"got 2\*\*64 - 1 \(int64 -1\)"):
+        npz.read_npz(tmp_path / "t.npz")
+
+
+def test_npz_rows_of_16_bits_need_their_dtype(tmp_path):
+    np.savez(tmp_path / "t.npz", key=np.array([3]), row=np.ones((1, 2), np.uint16))
+    with pytest.raises(ValueError, match=r"t\.npz: row: got uint16 with row_dtype uint16, wanted one of"):
+        npz.read_npz(tmp_path / "t.npz")
+
+
+def test_npz_refuses_to_write_a_key_twice(tmp_path):
+    """What it could not read again is not written; a file that is there stays."""
+    npz.write_npz(tmp_path / "t.npz", make_records([5], 2))
+    twice = Records(np.array([7, 9, 7], np.uint64), np.ones((3, 2), np.float32))
+    with pytest.raises(ValueError, match=r"write_npz: records.keys\[2\]: key: got 7 a second time"):
+        npz.write_npz(tmp_path / "t.npz", twice, overwrite=True)
+    assert by_key(npz.read_npz(tmp_path / "t.npz")) == by_key([make_records([5], 2)])
+
+
+@pytest.mark.parametrize("write", [columns.write_parquet, columns.write_arrow, npz.write_npz])
+def test_one_statistic_alone_is_not_written(tmp_path, write):
+    records = Records(np.array([7], np.uint64), np.ones((1, 2), np.float32), last_step=np.ones(1, np.uint32))
+    with pytest.raises(ValueError, match=rf"{write.__name__}: records: got last_step alone, wanted"):
+        write(tmp_path / "t", records)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", ["parquet", "arrow", "npz"])
+def test_one_statistic_alone_enters_nothing(tmp_path, module):
+    """The file of the second table is refused before a row of the first is entered."""
+    tables = [jaxsok.TableSpec(name, 2, jaxsok.optim.sgd(0.1), capacity=8, statistics=True) for name in ("a", "b")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in ("a", "b")])
+    _, load, _ = MODULES[module]
+    keys, rows = np.array([7, 9], np.uint64), np.ones((2, 2), np.float32)
+    {"parquet": columns.write_parquet, "arrow": columns.write_arrow, "npz": npz.write_npz}[module](
+        tmp_path / ("a.npz" if module == "npz" else f"a.{module}"), Records(keys, rows)
+    )
+    lists = pyarrow.array(rows.tolist(), pyarrow.list_(pyarrow.float32(), 2))
+    table = pyarrow.table({"key": keys, "row": lists, "frequency": np.ones(2, np.uint32)})
+    parquet.write_table(table, tmp_path / "b.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "b.arrow", table.schema) as writer:
+        writer.write_table(table)
+    np.savez(tmp_path / "b.npz", key=keys, row=rows, frequency=np.ones(2, np.uint32))
+    with pytest.raises(ValueError, match=r"b\.\w+: .*got frequency alone, wanted last_step and frequency") as caught:
+        load(collection, collection.init(), tmp_path)
+    assert not hasattr(caught.value, "state")
 
 
 # Defaults of HPS for keys without a row ------------------------------------------------------------------------------

@@ -570,8 +570,11 @@ def test_jagged_keys_behind_the_last_bag_are_padding():
     assert programs.batch(collection, **padded).keys("item").shape[0] >= 2
     with pytest.raises(ValueError, match='feature "item": lengths: got an end at 2 of 3 keys'):
         programs.batch(collection, **jaxsok.from_kjt(np.array([7, 9, 8]), np.array([1, 1]), ["item"]))
-    with pytest.raises(ValueError, match='feature "item": lengths: got -1'):
-        programs.batch(collection, **jaxsok.from_kjt(np.array([7, 9, 8]), np.array([-1, 1]), ["item"]))
+    with pytest.raises(ValueError, match="from_kjt: lengths: got -1"):
+        jaxsok.from_kjt(np.array([7, 9, 8]), np.array([-1, 1]), ["item"])
+
+
+WRAPPING = [2**63 - 1, 2**63 - 1, 3, 3]  # their sum is 4 in 64 bits
 
 
 @pytest.mark.parametrize(
@@ -580,7 +583,8 @@ def test_jagged_keys_behind_the_last_bag_are_padding():
         (TypeError, "lengths: got float64", (KEYS_OF_KJT, np.ones(4), ["a", "b"]), None),
         (ValueError, r"lengths: got shape \[3\] for 2 features", (KEYS_OF_KJT, [1, 1, 1], ["a", "b"]), None),
         (ValueError, r"lengths: got shape \[3, 2\] for 2 features", (KEYS_OF_KJT, [[1, 0]] * 3, ["a", "b"]), None),
-        (ValueError, "lengths: got a sum of 5 for 4 values", (KEYS_OF_KJT, [1, 4], ["a", "b"]), None),
+        (ValueError, "lengths: got an end at 5, past the end of 4 keys", (KEYS_OF_KJT, [1, 4], ["a", "b"]), None),
+        (ValueError, "lengths: got a bag of 9223372036854775807 keys", (KEYS_OF_KJT, WRAPPING, ["a", "b"]), None),
         (ValueError, r"values: got shape \[2, 2\]", (KEYS_OF_KJT.reshape(2, 2), [2, 2], ["a", "b"]), None),
         (ValueError, r"weights: got shape \[3\]", (KEYS_OF_KJT, [2, 2], ["a", "b"]), np.ones(3, np.float32)),
         (ValueError, r"lengths: got shape \[0\] for 0 features", (KEYS_OF_KJT, np.zeros(0, int), []), None),

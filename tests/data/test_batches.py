@@ -143,6 +143,15 @@ def test_epochs_and_seeds_differ():
     assert {key: read(*key) for key in found} == found
 
 
+@pytest.mark.parametrize(("block_samples", "num_streams"), [(1000, 1), (1000, 2), (50, 2)])
+def test_epochs_leave_out_other_samples(block_samples, num_streams):
+    """Whatever the number of blocks, each sample is read in one of a few epochs."""
+    batches = read_in_one_process(numbers(107, block_samples), 10, seed=3, shuffle_batches=5, num_streams=num_streams)
+    of_epoch = [flat(places(batches[i] for i in range(10 * epoch, 10 * epoch + 10))) for epoch in range(12)]
+    assert {len(set(epoch)) for epoch in of_epoch} == {100}
+    assert set(flat(of_epoch)) == set(range(107))
+
+
 def _blocks_of_first_window(epoch, num_streams):
     batches = read_in_one_process(numbers(4000, 10), 40, seed=5, shuffle_batches=5, num_streams=num_streams)
     return {place // 10 for place in flat(places(batches[i] for i in range(100 * epoch, 100 * epoch + 5)))}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks, keys as keys_lib
-from jaxsok.features import Bags, offsets_of
+from jaxsok.features import Bags, bag_offsets
 from jaxsok.keys import PADDING_WORD
 from jaxsok.serving.errors import RequestError, refusals
 from jaxsok.serving.padding import fill_up, padded_size
@@ -167,24 +167,20 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     shape, offsets = words.shape[:-1], given.offsets
     if given.lengths is not None and offsets is not None:
         raise RequestError(f"{what}: got both lengths and offsets, wanted one of them.")
-    if given.lengths is not None:
-        lengths = _integers(f"{what}: lengths", given.lengths)
-        if (lengths < 0).any():
-            raise RequestError(f"{what}: lengths: got negative ones, wanted numbers from 0.")
-        offsets = offsets_of(lengths)
-    elif offsets is not None:
-        offsets = _integers(f"{what}: offsets", offsets)
-    else:
+    is_ragged = given.lengths is not None or offsets is not None
+    if not is_ragged:
         if len(shape) not in (1, 2):
             raise RequestError(f"{what}: got keys of shape {list(shape)}, wanted [{BATCH}] or [{BATCH}, hotness].")
         offsets = np.arange(shape[0] + 1) * (shape[1] if len(shape) == 2 else 1)
         words = words.reshape(-1, 2)
     if words.ndim != 2:
         raise RequestError(f"{what}: got keys of shape {list(shape)} with lengths or offsets, wanted [num_keys].")
-    num_keys = words.shape[0]
-    if not len(offsets) or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > num_keys:
-        got = f"some that do not rise from 0 to at most {num_keys}"
-        raise RequestError(f"{what}: offsets: got {got}, the keys there are.")
+    if is_ragged:
+        name = "offsets" if given.lengths is None else "lengths"
+        places = _integers(f"{what}: {name}", getattr(given, name))
+        if name == "offsets" and not places.size:
+            raise RequestError(f"{what}: offsets: got none, wanted [num_bags + 1] integers.")
+        offsets = bag_offsets(places, name, words.shape[0], what)
     inside = slice(int(offsets[0]), int(offsets[-1]))  # other keys are not read
     leaves = [words[inside], (offsets - offsets[0]).astype(np.int32)]
     if spec.is_weighted:
@@ -205,7 +201,7 @@ def _integers(what: str, given: Any) -> np.ndarray:
     given = np.asarray(given)
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
         raise RequestError(f"{what}: got {given.dtype}{list(given.shape)}, wanted integers of one axis.")
-    return given.astype(np.int64)
+    return given
 
 
 def _fits(got: Any, wanted: Any) -> bool:
