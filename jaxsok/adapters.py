@@ -20,7 +20,7 @@ from jaxsok import checks, features as features_lib, keys as keys_lib
 from jaxsok.checks import not_none
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
-from jaxsok.types import PADDING_KEY, Combiner
+from jaxsok.types import COMBINERS, PADDING_KEY, Combiner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,7 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
       ([7, 6], [1, 1])
     """
     what = "safe_bags"
+    checks.one_of(f"{what}: combiner", combiner, tuple(COMBINERS))
     bags = bags_of(_convert_feature(FeatureSpec("ids", table="ids"), ids, what))
     words = keys_lib.words_of(bags.keys, "int64", what)
     keys = keys_lib.from_words(words)

@@ -411,6 +411,8 @@ class Collection:
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
+            if checks.is_number(learning_rate):
+                checks.number("update: learning_rate", learning_rate)
         self.growth.record_features([plan.features for plan in plans])
         state, plans, grads = guards.refuse_transforms("update", state=state, plan=plans, gradients=grads)
         self._check_gradients("update", plans, grads)

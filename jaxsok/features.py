@@ -480,6 +480,8 @@ def _with_more_bags(part: Part, num_samples: int) -> Part:
 
 def _read_integers(given: Any, what: str) -> Any:
     """Reads integers as NumPy; only traced ones are left to the kernels, which clamp them."""
+    if isinstance(given, list | tuple) and not given:
+        return np.zeros(0, np.int64)
     given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(f"{what}: got {given.dtype}{list(given.shape)}, wanted integers.")

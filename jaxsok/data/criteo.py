@@ -209,7 +209,8 @@ def convert(
 
     Args:
       paths: the files, in order. All of them have labels, or none has.
-      folder: where to; the three files appear when they are complete, in place of those of their names.
+      folder: where to; the three files appear when they are complete, in place of those of their names. No samples
+        make no files.
       max_rows: the most rows to convert; None: all.
       num_threads: threads that parse.
 
@@ -245,8 +246,8 @@ def convert(
             num_rows += len(sparse[:left])
             if num_rows == max_rows:
                 break
-        if writers and "labels" not in writers:  # of a log that was converted before
-            (folder / "day_0_labels.npy").unlink(missing_ok=True)
+        for name in {"dense", "sparse", "labels"} - writers.keys():  # of a log that was converted before
+            (folder / f"day_0_{name}.npy").unlink(missing_ok=True)
         for writer in reversed(writers.values()):  # `binary_source` looks for the first one
             writer.finish(num_rows)
     finally:

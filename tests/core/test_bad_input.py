@@ -536,9 +536,9 @@ def test_update_needs_a_plan_of_a_lookup(two_features, step):
         two_features.update(state, ahead, gradients)
 
 
-@pytest.mark.parametrize("rate", ["fast", np.ones(3, np.float32)])
+@pytest.mark.parametrize("rate", ["fast", np.ones(3, np.float32), float("nan"), np.float32("inf")])
 def test_learning_rate_of_update(two_features, step, rate):
-    """The learning rate must be a number or a 0-d array."""
+    """The learning rate must be a finite number or a 0-d array."""
     state, plan = step
     gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
     with raises((TypeError, ValueError), "update", "learning_rate"):
@@ -622,6 +622,7 @@ HOST_OPS = {
 def test_a_traced_state_in_an_operation_of_the_host(two_features, op):
     """The operation runs between steps, so a traced state is refused."""
     state = two_features.init(seed=0)
+    programs.batch(two_features, user=np.array([1]), friend=np.array([2]))  # without one `grow` warns
     with raises(TypeError, f"{op}: state", "traced", "jax.jit", "runs on the host"):
         jax.jit(lambda state: HOST_OPS[op](two_features, state))(state)
     HOST_OPS[op](two_features, state)

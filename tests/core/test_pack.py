@@ -286,6 +286,7 @@ BAD = {
     "lengths whose sum exceeds 64 bits": ("ragged", BAGS(KEYS, lengths=np.array([3, 2**64 - 1, 2, 4], np.uint64))),
     "huge lengths whose sum is that of the keys": ("ragged", BAGS(KEYS, lengths=[2**63 - 1, 2**63 - 1, 3, 7])),
     "huge offsets": ("ragged", BAGS(KEYS, offsets=np.array([0, 2**64 - 1, 2, 4, 8], np.uint64))),
+    "no bags": ("ragged", BAGS(KEYS[:0], lengths=[])),
     "too many keys": ("ragged_bounded", BAGS(np.arange(65), lengths=[60, 5, 0, 0])),
     "too many keys of a shard": ("ragged_bounded", BAGS(np.arange(17), lengths=[17, 0, 0, 0])),
     "a bag too long": ("square", BAGS(KEYS, lengths=[1, 2, 5, 0])),

@@ -263,6 +263,16 @@ def test_empty_logs(tmp_path):
     with pytest.raises(ValueError, match="batch_size: got 4 for 0 samples"):
         Batches(source, 4)
     assert criteo.convert(tmp_path / "log", tmp_path / "converted") == 0
+    assert not (tmp_path / "converted").exists()
+
+
+def test_an_empty_log_replaces_the_files_of_another(tmp_path):
+    """Nobody trains on yesterday's samples because today has none."""
+    (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(5)))
+    assert criteo.convert(tmp_path / "log", tmp_path / "converted") == 5
+    (tmp_path / "empty").write_bytes(b"")
+    assert criteo.convert(tmp_path / "empty", tmp_path / "converted") == 0
+    assert not list((tmp_path / "converted").iterdir())
 
 
 # Conversion -----------------------------------------------------------------------------------------------------------

@@ -191,6 +191,8 @@ def test_safe_bags_of_other_forms_and_what_it_refuses():
     assert (padded.keys.tolist(), padded.lengths.tolist()) == ([3, 4], [1, 1])
     with pytest.raises(ValueError, match=r"safe_bags: weights: got shape \[1\], wanted that of the keys, \[2\]"):
         jaxsok.safe_bags(jaxsok.Bags(np.array([1, 2]), weights=np.ones(1, np.float32)))
+    with pytest.raises(ValueError, match="safe_bags: combiner: got 'max', wanted one of"):
+        jaxsok.safe_bags(np.array([1]), combiner="max")
     with pytest.raises(TypeError, match="safe_bags: default_key"):
         jaxsok.safe_bags(np.array([1]), default_key=0.5)
     rows = jnp.ones((1, 2, 3))
