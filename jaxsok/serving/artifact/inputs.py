@@ -167,16 +167,15 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     shape, offsets = words.shape[:-1], given.offsets
     if given.lengths is not None and offsets is not None:
         raise RequestError(f"{what}: got both lengths and offsets, wanted one of them.")
-    is_ragged = given.lengths is not None or offsets is not None
-    if not is_ragged:
+    name = "lengths" if given.lengths is not None else "offsets" if offsets is not None else ""
+    if not name:
         if len(shape) not in (1, 2):
             raise RequestError(f"{what}: got keys of shape {list(shape)}, wanted [{BATCH}] or [{BATCH}, hotness].")
         offsets = np.arange(shape[0] + 1) * (shape[1] if len(shape) == 2 else 1)
         words = words.reshape(-1, 2)
-    if words.ndim != 2:
+    elif words.ndim != 2:
         raise RequestError(f"{what}: got keys of shape {list(shape)} with lengths or offsets, wanted [num_keys].")
-    if is_ragged:
-        name = "offsets" if given.lengths is None else "lengths"
+    else:
         places = _integers(f"{what}: {name}", getattr(given, name))
         if name == "offsets" and not places.size:
             raise RequestError(f"{what}: offsets: got none, wanted [num_bags + 1] integers.")
