@@ -140,7 +140,7 @@ class Route:
 
     def requests_to_owners(
         self,
-        lines: UInt32[Array, "num_keys 4"],
+        lines: UInt32[Array, "num_keys line_words"],
         starts: Int32[Array, " num_owners_plus_1"],
         digest: Digest,
         offsets: Int32[Array, "num_owners num_offsets"],
@@ -155,12 +155,12 @@ class Route:
         if self.is_replicated:
             received, words = self.to_owners(requests), lax.all_gather(words[0], self.shards.axis)
         else:  # in one exchange: each part ends with the words
-            num_words = words.shape[1]
-            tail = jnp.pad(words, ((0, 0), (0, -num_words % 4))).reshape(self.num_owners, -1, 4)
-            parts = jnp.concatenate([requests.reshape(self.num_owners, -1, 4), tail], axis=1)
-            came = self.to_owners(parts.reshape(-1, 4)).reshape(parts.shape)
+            num_words, width = words.shape[1], lines.shape[1]
+            tail = jnp.pad(words, ((0, 0), (0, -num_words % width))).reshape(self.num_owners, -1, width)
+            parts = jnp.concatenate([requests.reshape(self.num_owners, -1, width), tail], axis=1)
+            came = self.to_owners(parts.reshape(-1, width)).reshape(parts.shape)
             words = came[:, self.send_capacity :].reshape(self.num_owners, -1)[:, :num_words]
-            received = came[:, : self.send_capacity].reshape(-1, 4)
+            received = came[:, : self.send_capacity].reshape(-1, width)
         digests, counts, offsets = jnp.split(words, (2, 2 + self.num_owners), axis=1)
         return ReceivedLines(received, offsets.astype(jnp.int32), load_of(counts), digest_of_all(digests))
 
@@ -269,7 +269,7 @@ def places(
 
 def take_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
     """Selects the requests to send; padding where there is none."""
-    return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST)
+    return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST[: requests.shape[1]])
 
 
 def places_of_round(
@@ -280,8 +280,11 @@ def places_of_round(
 
 
 def requests_of_round(
-    route: Route, lines: UInt32[Array, "num_keys 4"], starts: Int32[Array, " num_owners_plus_1"], number: int | Array
-) -> UInt32[Array, "num_sent 4"]:
+    route: Route,
+    lines: UInt32[Array, "num_keys line_words"],
+    starts: Int32[Array, " num_owners_plus_1"],
+    number: int | Array,
+) -> UInt32[Array, "num_sent line_words"]:
     """Selects the requests of one round."""
     return take_requests(lines, *places_of_round(route, starts, number, lines.shape[0]))
 
@@ -296,24 +299,26 @@ def num_rounds_of(most: Int32[Array, ""], send_capacity: int) -> Int32[Array, ""
 
 def receive_all(
     route: Route,
-    received: UInt32[Array, "num_lines 4"],
-    lines: UInt32[Array, "num_keys 4"],
+    received: UInt32[Array, "num_lines line_words"],
+    lines: UInt32[Array, "num_keys line_words"],
     starts: Int32[Array, " num_owners_plus_1"],
     num_rounds: Int32[Array, ""],
-) -> UInt32[Array, "num_shards num_keys_in_rounds 4"]:
+) -> UInt32[Array, "num_shards num_keys_in_rounds line_words"]:
     """Sends the rest of the requests after the first round; each shard's lie in their order, padding after them."""
-    num_shards, capacity = route.shards.num_shards, route.send_capacity
+    num_shards, capacity, width = route.shards.num_shards, route.send_capacity, lines.shape[1]
     size = -(-lines.shape[0] // capacity) * capacity
-    room = jnp.broadcast_to(PADDING_REQUEST, (num_shards, size, 4))
+    room = jnp.broadcast_to(PADDING_REQUEST[:width], (num_shards, size, width))
     # Not `.at[].set`: where the slice is the whole array, its empty index ends XLA's compiler (jaxlib 0.11.2).
     room = lax.dynamic_update_slice_in_dim(
-        vary_as(room, received), received.reshape(num_shards, capacity, 4), 0, axis=1
+        vary_as(room, received), received.reshape(num_shards, capacity, width), 0, axis=1
     )
 
     @jax.named_scope("round")
     def receive(number: Array, room: Array) -> Array:
         more = route.to_owners(requests_of_round(route, lines, starts, number))
-        return lax.dynamic_update_slice_in_dim(room, more.reshape(num_shards, capacity, 4), number * capacity, axis=1)
+        return lax.dynamic_update_slice_in_dim(
+            room, more.reshape(num_shards, capacity, width), number * capacity, axis=1
+        )
 
     return lax.fori_loop(1, num_rounds, receive, room)
 

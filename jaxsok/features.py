@@ -127,14 +127,18 @@ class StoreFeatures:
         """Tiles of all features."""
         return sum(layout.num_tiles for layout in self.layouts)
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether a feature has weights."""
+        return any(layout.weights_start >= 0 for layout in self.layouts)
+
     def operands(self) -> tuple[Array, Array, Array, np.ndarray]:
         """Returns keys, offsets, weights and features, as the kernels take them."""
         words = np.array([layout.words() for layout in self.layouts], np.int32).reshape(-1, NUM_FEATURE_WORDS)
         is_ragged = any(layout.num_offsets for layout in self.layouts)
-        is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
         # Kernels see from the size whether any feature is ragged.
         offsets = not_none(self.offsets) if is_ragged else jnp.zeros(0, jnp.int32)
-        weights = not_none(self.weights) if is_weighted else jnp.zeros(0, jnp.float32)
+        weights = not_none(self.weights) if self.is_weighted else jnp.zeros(0, jnp.float32)
         return self.keys, offsets, weights, words
 
 

@@ -37,7 +37,7 @@ from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
-from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
+from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, KEY_WORDS, MAX_CAPACITY, NUM_PARTITIONS, REQUEST_WORDS
 
 MEMORY_FRACTION = 0.75  # XLA's default share of a GPU, see XLA_CLIENT_MEM_FRACTION
 
@@ -420,7 +420,8 @@ def _step_bytes(
         received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all
         # uses and row ids by line received; offsets by bag of all shards, scales by bag
         of_bags = 4 * (spec.num_shards + 1) * (num_bags + 1) + found
-        of_line = REQUEST_BYTES + 4
+        use_bytes = 4 * (REQUEST_WORDS if features.is_weighted else KEY_WORDS)
+        of_line = use_bytes + 4
         plan = max(of_line * received + of_bags, batches * (of_line * spec.num_shards * capacity + of_bags))
         sums = 4 * spec.dim * spec.num_shards * num_bags
         workspace = max(
@@ -428,7 +429,8 @@ def _step_bytes(
             sizes.JaxsokInsertWorkspaceBytes(received) + initial * received,
             sizes.JaxsokUpdateWorkspaceBytes(received, spec.dim),
         )
-        num_bytes = 2 * sums + REQUEST_BYTES * (num_keys + 2 * spec.num_shards * capacity)
+        tables = 0 if features.is_weighted else 4 * received  # of the uses that arrived, computed where they are read
+        num_bytes = 2 * sums + tables + use_bytes * (num_keys + 2 * spec.num_shards * capacity)
         parts |= {"plan": plan, "exchange": num_bytes, "workspace": workspace}
         return parts | _stage(spec, received, workspace)
     num_owners = 1 if spec.is_replicated else spec.num_shards

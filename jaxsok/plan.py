@@ -83,9 +83,9 @@ class Requests:
 class Uses:
     """The uses of bags that came to one shard for one store, where shards exchange partial bags."""
 
-    received: UInt32[Array, "num_lines 4"]
-    """Key low, key high, table with `LEFT_OUT`, bits of the weight: `send_capacity` lines from each shard, in the order
-    of its batch; PADDING_KEY beyond."""
+    received: UInt32[Array, "num_lines num_words"]
+    """Key low, key high: `send_capacity` lines from each shard, in the order of its batch; PADDING_KEY beyond. Where a
+    feature has weights also the table with `LEFT_OUT`, and the bits of the weight."""
     offsets: Int32[Array, " num_offsets"]
     """Places at which the bags of each shard begin among its lines, and the number of its uses."""
     scales: Float32[Array, " num_bags"]

@@ -35,6 +35,7 @@ from jaxsok.store import host_row_bytes, row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
 
 REQUEST_BYTES = 16  # key, table and uses: four words
+KEY_BYTES = 8
 REPLICATED_BYTES = 64 << 20  # larger tables are replicated only when asked for
 
 
@@ -210,6 +211,8 @@ class _Traffic(NamedTuple):
     distinct: float
     bags: float | None = None
     """None: not known, or not all features of the table have bags."""
+    is_weighted: bool = False
+    """Whether a feature has weights, which travel with the uses of its bags."""
 
 
 def _assume(
@@ -276,6 +279,7 @@ def _measure(
             float(np.mean([part.size for part in joined])),
             float(np.mean([np.unique(part).size for part in joined])),
             None if math.isinf(bags_of[name]) else bags_of[name],
+            any(feature.weighted for feature in features if feature.table == name),
         )
     return traffic
 
@@ -304,7 +308,7 @@ class _Model:
     def bags(self, table: TableSpec, traffic: _Traffic, *, is_on_one: bool) -> int:
         row = wire_bytes(table.dim, self.exchange.rows)
         uses = traffic.keys if is_on_one else traffic.keys / self.num_shards  # of the most loaded owner
-        of_uses = (1 + self.finds_per_step) * REQUEST_BYTES * uses
+        of_uses = (1 + self.finds_per_step) * (REQUEST_BYTES if traffic.is_weighted else KEY_BYTES) * uses
         of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
         return round((self.num_shards - 1) * (of_uses + not_none(traffic.bags) * of_bags))
 

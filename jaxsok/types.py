@@ -34,6 +34,7 @@ MAX_CAPACITY: int = 2**31 - 1
 ENTRIES_PER_BUCKET: int = 4
 BUCKET_WORDS: int = 16
 RECORD_WORDS: int = 4
+KEY_WORDS: int = 2
 REQUEST_WORDS: int = 4
 COUNTERS: tuple[str, ...] = (
     "num_allocated",

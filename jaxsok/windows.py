@@ -85,7 +85,7 @@ class Windows:
 
     def send_lines(
         self,
-        lines: UInt32[Array, "num_lines 4"],
+        lines: UInt32[Array, "num_lines num_words"],
         starts: Int32[Array, " num_shards_plus_1"],
         digest: Digest,
         offsets: Int32[Array, "num_shards num_offsets"],
@@ -93,8 +93,8 @@ class Windows:
     ) -> kernels.ReceivedLines:
         """Sends each shard its lines, at most `send_capacity`, and offsets."""
         num_shards, num_offsets = offsets.shape
-        num_words = -(-(2 + num_shards + num_offsets) // 4) * 4
-        self.reserve(num_shards * (send_capacity * 16 + num_words * 4))
+        parts = (send_capacity * lines.shape[1], 2 + num_shards + num_offsets)  # words, padded to 16 bytes
+        self.reserve(num_shards * sum(-(-num_words // 4) * 16 for num_words in parts))
         return kernels.send_lines(self.number, lines, starts, digest, offsets, send_capacity)
 
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:

@@ -1035,7 +1035,9 @@ def plan_requests(
 LEFT_OUT = 1 << 31
 
 
-def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int) -> dict[str, np.ndarray]:
+def plan_uses(
+    batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int, num_words: int
+) -> dict[str, np.ndarray]:
     """Returns every use of a bag by owner, in the order of positions: loops over bags, a list for each owner."""
     uses: list[list[tuple[int, ...]]] = [[] for _ in range(num_shards)]
     begins: list[list[int]] = [[] for _ in range(num_shards)]
@@ -1075,7 +1077,7 @@ def plan_uses(batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num
     padding = [(int(EMPTY), int(EMPTY), 0, 0)] * (len(batch.keys) - sum(map(len, uses)))
     ordered = [use for of_owner in uses for use in of_owner]
     return {
-        "uses": np.array(ordered + padding, np.uint32).reshape(-1, 4),
+        "uses": np.array(ordered + padding, np.uint32).reshape(-1, 4)[:, :num_words],
         "starts": np.cumsum([0, *map(len, uses)]).astype(np.int32),
         "offsets": np.array([[*begin, len(own)] for begin, own in zip(begins, uses, strict=True)], np.int32),
         "scales": np.array(scales, F32),

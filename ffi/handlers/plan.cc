@@ -66,7 +66,10 @@ ffi::Error PlanUses(Call& call) {
   const BatchView batch = ReadBatch(call);
   const OwnersView owners = ReadOwners(call);
   UsesView out;
-  out.uses = call.Result("uses", ffi::U32, {batch.num_keys, 4}).as<BagUse>();
+  const Array uses = call.Result("uses", ffi::U32, {batch.num_keys, -1});
+  call.Require(uses.size(1) == 2 || uses.size(1) == 4, "uses", "got ", uses.size(1), " words a use, wanted 2 or 4");
+  out.uses = uses.size(1) == 4 ? uses.as<BagUse>() : nullptr;
+  out.keys = uses.size(1) == 2 ? uses.as<uint64_t>() : nullptr;
   out.starts = call.Result("starts", ffi::S32, {int64_t{owners.num_shards} + 1}).as<int32_t>();
   const Array offsets = call.Result("offsets", ffi::S32, {owners.num_shards, -1});
   out.offsets = offsets.as<int32_t>();

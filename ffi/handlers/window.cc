@@ -25,13 +25,14 @@ ffi::Error Exchange(Call& call) {
 /// Sends each shard its lines of an array, and receives lines from all shards.
 ffi::Error Lines(Call& call) {
   const auto window = call.Attribute<int32_t>("window");
-  const Array lines = call.Operand("lines", ffi::U32, {-1, 4});
+  const Array lines = call.Operand("lines", ffi::U32, {-1, -1});
+  call.Require(lines.size(1) == 2 || lines.size(1) == 4, "lines", "got ", lines.size(1), " words, wanted 2 or 4");
   const Array starts = call.Operand("starts", ffi::S32, {-1});
   const Array digest = call.Operand("digest", ffi::U32, {1, 2});
   const int64_t num_shards = starts.size(0) - 1;
   const Array offsets = call.Operand("offsets", ffi::S32, {num_shards, -1});
   ReadMeeting(call);
-  const Array received = call.Result("received", ffi::U32, {-1, 4});
+  const Array received = call.Result("received", ffi::U32, {-1, lines.size(1)});
   const Array offsets_received = call.Result("offsets_received", ffi::S32, {num_shards, offsets.size(1)});
   const Array load = call.Result("load", ffi::S32, {1, 2});
   const Array digest_of_all = call.Result("digest_of_all", ffi::U32, {1, 2});
@@ -39,8 +40,8 @@ ffi::Error Lines(Call& call) {
                " lines, wanted equal parts of ", num_shards, " shards");
   return call.Launch([&](Stream stream) -> LaunchError {
     const LinesToSend send = {
-        lines.as<void>(),      lines.size(0),   starts.as<int32_t>(),         digest.as<uint32_t>(),
-        offsets.as<int32_t>(), offsets.size(1), received.size(0) / num_shards};
+        lines.as<void>(),      lines.size(1) * 4,     lines.size(0),   starts.as<int32_t>(),
+        digest.as<uint32_t>(), offsets.as<int32_t>(), offsets.size(1), received.size(0) / num_shards};
     const auto shards = static_cast<int32_t>(num_shards);
     WindowExchange exchange(stream, window, call.device(), kCallLines, shards * send.PartBytes(shards));
     if (exchange.error() != nullptr) return exchange.error();

@@ -115,11 +115,20 @@ static_assert(sizeof(BagUse) == sizeof(Request), "uses travel as requests do");
 constexpr uint32_t kLeftOut = uint32_t{1} << 31;
 
 struct UsesView {
-  BagUse* uses;      // [num_keys]: owner by owner, then by position; then padding
+  BagUse* uses;      // [num_keys]: owner by owner, then by position; then padding. nullptr: keys alone
+  uint64_t* keys;    // those of the uses, in the same order; nullptr: `uses` has them
   int32_t* starts;   // [num_shards + 1]: where the uses of each owner begin, and the end of the last
   int32_t* offsets;  // [num_shards, num_bags + 1]: the begin of each bag among the uses of an owner, and their number
   float* scales;     // [num_bags]: the factor of a bag's sum; -0 if and only if its divisor is zero
   int64_t num_bags;  // of all features
+
+  JAXSOK_HOST_DEVICE void Put(int64_t place, const BagUse& use) const {
+    if (keys != nullptr) {
+      keys[place] = use.key;
+    } else {
+      uses[place] = use;
+    }
+  }
 };
 
 JAXSOK_HOST_DEVICE float ScaleOfBag(bool is_divided, bool is_left_out, float scale) {
@@ -140,7 +149,8 @@ constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
 ///
 /// Pre    : as for LaunchPlanRequests; features lie bag after bag.
 /// Order  : by owner, then by position: an owner gets the batch without the uses of other owners' rows.
-/// Cost   : 12 B a position in, 16 out, 4 B for each pair of bag and owner; and a radix sort by the bits of num_shards,
+/// Cost   : 12 B a position in, 16 out (8 with keys alone), 4 B for each pair of bag and owner; and a radix sort by the
+/// bits of num_shards,
 ///          if there are more than 64.
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace);

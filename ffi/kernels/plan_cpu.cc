@@ -343,12 +343,12 @@ LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersVi
       const uint32_t table = feature.table | (is_left_out ? kLeftOut : 0);
       for (int64_t s = 0; s < num_shards; ++s) out.offsets[s * (out.num_bags + 1) + bag] = next[s] - starts[s];
       for (int64_t i = begin; i < end; ++i) {
-        if (owner_of[i] != kNoOwner) out.uses[next[owner_of[i]]++] = {batch.keys[i], table, feature.WeightAt(i)};
+        if (owner_of[i] != kNoOwner) out.Put(next[owner_of[i]]++, {batch.keys[i], table, feature.WeightAt(i)});
       }
     }
   });
   RunRanges(stream, batch.num_keys - place, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
-    std::fill(out.uses + place + begin, out.uses + place + end, BagUse{kPaddingKey, 0, 0.0f});
+    for (int64_t i = begin; i < end; ++i) out.Put(place + i, {kPaddingKey, 0, 0.0f});
   });
   return nullptr;
 }

@@ -416,14 +416,19 @@ struct UsesPut {
   UsesWorkspace w;
 
   __device__ void operator()(int64_t position, uint32_t place) const {
+    const uint64_t key = __ldg(batch.keys + position);
     const uint32_t bag = w.bags[position];
+    w.use_bags[place] = bag & ~kLeftOut;
+    if (out.keys != nullptr) {
+      out.keys[place] = key;
+      return;
+    }
     const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
                                                               static_cast<int32_t>(position), batch.num_keys));
     const float weight = f.weights_start < 0 ? 1.0f : __ldg(batch.weights + f.weights_start + (position - f.key_start));
-    out.uses[place] = {__ldg(batch.keys + position), static_cast<uint32_t>(f.table) | (bag & kLeftOut), weight};
-    w.use_bags[place] = bag & ~kLeftOut;
+    out.uses[place] = {key, static_cast<uint32_t>(f.table) | (bag & kLeftOut), weight};
   }
-  __device__ void Nothing(int64_t place) const { out.uses[place] = {kPaddingKey, 0, 0.0f}; }
+  __device__ void Nothing(int64_t place) const { out.Put(place, {kPaddingKey, 0, 0.0f}); }
 };
 
 // One thread, one bag of one owner: its begin among the uses of the owner.

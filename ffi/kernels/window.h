@@ -139,9 +139,10 @@ class WindowExchange {
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,
                                  void* received);
 
-/// Lines of 16 bytes for each shard, and further words for it.
+/// Lines for each shard, and further words for it.
 struct LinesToSend {
-  const void* lines;  // those for each shard one after the other
+  const void* lines;   // those for each shard one after the other
+  int64_t line_bytes;  // 8 or 16: a key, perhaps with further words
   int64_t num_lines;
   const int32_t* starts;   // [num_shards + 1]: where the lines for each shard begin, and the end of the last
   const uint32_t* digest;  // [2]: of all lines
@@ -149,7 +150,7 @@ struct LinesToSend {
   int64_t num_offsets;
   int64_t send_capacity;  // lines for one shard; further ones are left out
 
-  JAXSOK_HOST_DEVICE int64_t LineBytes() const { return send_capacity * 16; }
+  JAXSOK_HOST_DEVICE int64_t LineBytes() const { return CeilDiv<int64_t>(send_capacity * line_bytes, 16) * 16; }
   /// Returns the number of words for one shard: the digest, the counts of lines for all shards, and its offsets.
   JAXSOK_HOST_DEVICE int64_t NumWords(int32_t num_shards) const { return 2 + num_shards + num_offsets; }
   /// Returns the bytes that one shard gets.
@@ -164,7 +165,7 @@ struct LinesToSend {
 };
 
 struct LinesReceived {
-  void* lines;       // [num_shards, send_capacity]; padding (a key of all ones, zeros) after those of each shard
+  void* lines;       // [num_shards, send_capacity]; padding (a key of all ones, then zeros) after those of each
   int32_t* offsets;  // [num_shards, num_offsets]
   int32_t* load;     // [2]: most lines of one shard for one, and most of all shards for one; the same everywhere
   uint32_t* digest;  // [2]: of the digests of all shards, by shard; the same everywhere

@@ -35,15 +35,14 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
 
 LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const LinesToSend& send,
                               const LinesReceived& received) {
-  constexpr int64_t kLineBytes = 16;
-  constexpr int64_t kLinesPerTask = kBytesPerTask / kLineBytes;
+  const int64_t line_bytes = send.line_bytes, lines_per_task = kBytesPerTask / line_bytes;
   const int32_t num_shards = exchange.num_shards(), own = exchange.shard();
   const int64_t part_bytes = send.PartBytes(num_shards), num_words = send.NumWords(num_shards);
   const LineTarget target = exchange.Target(1, part_bytes);
   for (int32_t s = 0; s < num_shards; ++s) {
     const int64_t begin = send.starts[s], count = std::min<int64_t>(send.starts[s + 1] - begin, send.send_capacity);
-    std::memcpy(target.At(s, part_bytes), static_cast<const char*>(send.lines) + begin * kLineBytes,
-                static_cast<size_t>(count * kLineBytes));
+    std::memcpy(target.At(s, part_bytes), static_cast<const char*>(send.lines) + begin * line_bytes,
+                static_cast<size_t>(count * line_bytes));
     auto* words = reinterpret_cast<uint32_t*>(target.At(s, part_bytes) + send.LineBytes());
     for (int64_t at = 0; at < num_words; ++at) words[at] = send.Word(num_shards, s, at);
   }
@@ -64,13 +63,15 @@ LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const Lin
     high += static_cast<uint32_t>(digest >> 32);
     std::copy_n(words + 2 + num_shards, send.num_offsets, received.offsets + s * send.num_offsets);
     const int64_t count = std::min<int64_t>(words[2 + own], send.send_capacity);
-    auto* lines = static_cast<char*>(received.lines) + s * send.LineBytes();
-    RunRanges(stream, send.send_capacity, kLinesPerTask, [&](int64_t begin, int64_t end) {
+    auto* lines = static_cast<char*>(received.lines) + s * send.send_capacity * line_bytes;
+    RunRanges(stream, send.send_capacity, lines_per_task, [&](int64_t begin, int64_t end) {
       const int64_t last = std::clamp(count, begin, end);
-      std::memcpy(lines + begin * kLineBytes, window + s * part_bytes + begin * kLineBytes,
-                  static_cast<size_t>((last - begin) * kLineBytes));
-      std::fill(reinterpret_cast<Request*>(lines) + last, reinterpret_cast<Request*>(lines) + end,
-                Request{kPaddingKey, 0, 0});
+      std::memcpy(lines + begin * line_bytes, window + s * part_bytes + begin * line_bytes,
+                  static_cast<size_t>((last - begin) * line_bytes));
+      for (int64_t i = last; i < end; ++i) {
+        const Request padding = {kPaddingKey, 0, 0};
+        std::memcpy(lines + i * line_bytes, &padding, static_cast<size_t>(line_bytes));
+      }
     });
   }
   received.load[0] = static_cast<int32_t>(most);

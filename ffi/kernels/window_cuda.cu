@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(512, 2) TakeKernel(char* received, const char*
   CopyPart<Word>(received, window, num_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
-// One thread, one line, and one word: writes them into the window of their shard.
+// A line is uint2 or uint4. One thread, one line, and one word: writes them into the window of their shard.
+template <typename Line>
 __global__ void __launch_bounds__(kBlock)
     SendLinesKernel(const __grid_constant__ LineTarget target, LinesToSend send, int32_t num_shards) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
@@ -153,10 +154,11 @@ __global__ void __launch_bounds__(kBlock)
   while (i >= __ldg(send.starts + shard + 1)) ++shard;
   const int64_t place = i - __ldg(send.starts + shard);
   if (place >= send.send_capacity) return;
-  reinterpret_cast<uint4*>(target.At(shard, part_bytes))[place] = static_cast<const uint4*>(send.lines)[i];
+  reinterpret_cast<Line*>(target.At(shard, part_bytes))[place] = static_cast<const Line*>(send.lines)[i];
 }
 
 // One thread, one line, and one offset. The first warp computes load and digest, a lane for each shard.
+template <typename Line>
 __global__ void __launch_bounds__(kBlock)
     TakeLinesKernel(const char* window, LinesToSend sent, LinesReceived out, int32_t shard, int32_t num_shards) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
@@ -169,9 +171,10 @@ __global__ void __launch_bounds__(kBlock)
   }
   if (i < num_shards * sent.send_capacity) {
     const int64_t from = i / sent.send_capacity, place = i % sent.send_capacity;
-    static_cast<uint4*>(out.lines)[i] = place < words_of(from)[2 + shard]
-                                            ? reinterpret_cast<const uint4*>(window + from * part_bytes)[place]
-                                            : make_uint4(~0u, ~0u, 0, 0);
+    Line line{};
+    line.x = line.y = ~0u;
+    if (place < words_of(from)[2 + shard]) line = reinterpret_cast<const Line*>(window + from * part_bytes)[place];
+    static_cast<Line*>(out.lines)[i] = line;
   }
   if (i >= kWarp) return;
   const auto lane = static_cast<int32_t>(i);
@@ -244,18 +247,29 @@ LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const 
   return LastLaunchError();
 }
 
-LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const LinesToSend& send,
-                              const LinesReceived& received) {
+namespace {
+
+template <typename Line>
+LaunchError SendAndTakeLines(cudaStream_t stream, WindowExchange& exchange, const LinesToSend& send,
+                             const LinesReceived& received) {
   const int32_t num_shards = exchange.num_shards();
   const int64_t num_words = num_shards * send.NumWords(num_shards);
-  SendLinesKernel<<<BlocksFor(std::max(send.num_lines, num_words)), kBlock, 0, stream>>>(
+  SendLinesKernel<Line><<<BlocksFor(std::max(send.num_lines, num_words)), kBlock, 0, stream>>>(
       exchange.Target(1, send.PartBytes(num_shards)), send, num_shards);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(exchange.Meet(stream));
   const int64_t num_taken = num_shards * std::max({send.send_capacity, send.num_offsets, int64_t{1}});
-  TakeLinesKernel<<<BlocksFor(num_taken), kBlock, 0, stream>>>(static_cast<const char*>(exchange.received()), send,
-                                                               received, exchange.shard(), num_shards);
+  TakeLinesKernel<Line><<<BlocksFor(num_taken), kBlock, 0, stream>>>(static_cast<const char*>(exchange.received()),
+                                                                     send, received, exchange.shard(), num_shards);
   return LastLaunchError();
+}
+
+}  // namespace
+
+LaunchError LaunchWindowLines(Stream stream, WindowExchange& exchange, const LinesToSend& send,
+                              const LinesReceived& received) {
+  return send.line_bytes == 8 ? SendAndTakeLines<uint2>(stream, exchange, send, received)
+                              : SendAndTakeLines<uint4>(stream, exchange, send, received);
 }
 
 char* TakeWindow(int32_t device, int64_t num_bytes) {

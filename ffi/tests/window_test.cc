@@ -269,10 +269,11 @@ void TestLines(uint64_t seed, int num_shards) {
   constexpr int64_t kMostLines = 60, kMostOffsets = 9;
   using Words = std::vector<uint32_t>;
   Random draw(seed);
-  const LinesToSend largest = {nullptr, 0, nullptr, nullptr, nullptr, kMostOffsets, kMostLines};
+  const LinesToSend largest = {nullptr, 16, 0, nullptr, nullptr, nullptr, kMostOffsets, kMostLines};
   const int32_t window = Open(1, num_shards, num_shards * largest.PartBytes(num_shards));
   for (int number = 0; number < 30; ++number) {
     const int64_t send_capacity = 1 + draw.Below(kMostLines), num_offsets = draw.Below(kMostOffsets + 1);
+    const int64_t num_words = draw.Below(2) == 0 ? 2 : 4;  // of a line
     std::vector<Words> lines(num_shards), digests(num_shards);
     std::vector<std::vector<int32_t>> starts(num_shards), offsets(num_shards);
     int64_t most = 0;
@@ -285,7 +286,8 @@ void TestLines(uint64_t seed, int num_shards) {
         most = std::max<int64_t>(most, count);
         totals[to] += count;
       }
-      lines[from].resize(4 * (starts[from].back() + draw.Below(5)));  // beyond the last start: padding, not sent
+      lines[from].resize(num_words *
+                         (starts[from].back() + draw.Below(5)));  // beyond the last start: padding, not sent
       for (uint32_t& word : lines[from]) word = static_cast<uint32_t>(draw.Next());
       digests[from] = {static_cast<uint32_t>(draw.Next()), static_cast<uint32_t>(draw.Next())};
       offsets[from].resize(num_shards * num_offsets);
@@ -295,12 +297,12 @@ void TestLines(uint64_t seed, int num_shards) {
     std::vector<std::vector<int32_t>> offsets_received(num_shards), loads(num_shards, std::vector<int32_t>(2, -1));
     OnDevices(num_shards, [&](int device) {
       ThreadExecutor executor(1 + device % 2);
-      received[device].assign(4 * num_shards * send_capacity, 7);
+      received[device].assign(num_words * num_shards * send_capacity, 7);
       offsets_received[device].assign(num_shards * num_offsets, -1);
-      const LinesToSend send = {lines[device].data(),   static_cast<int64_t>(lines[device].size() / 4),
-                                starts[device].data(),  digests[device].data(),
-                                offsets[device].data(), num_offsets,
-                                send_capacity};
+      const LinesToSend send = {
+          lines[device].data(),  num_words * 4,          static_cast<int64_t>(lines[device].size()) / num_words,
+          starts[device].data(), digests[device].data(), offsets[device].data(),
+          num_offsets,           send_capacity};
       WindowExchange exchange(&executor, window, device, kCallLines, num_shards * send.PartBytes(num_shards));
       JAXSOK_CHECK_SEED(exchange.error() == nullptr, seed);
       const LinesReceived out = {received[device].data(), offsets_received[device].data(), loads[device].data(),
@@ -314,8 +316,8 @@ void TestLines(uint64_t seed, int num_shards) {
         const int64_t begin = starts[from][to], count = starts[from][to + 1] - begin;
         for (int64_t place = 0; place < send_capacity; ++place) {
           const Words padding = {~0u, ~0u, 0, 0};
-          const uint32_t* line = place < count ? &lines[from][4 * (begin + place)] : padding.data();
-          wanted.insert(wanted.end(), line, line + 4);
+          const uint32_t* line = place < count ? &lines[from][num_words * (begin + place)] : padding.data();
+          wanted.insert(wanted.end(), line, line + num_words);
         }
         const auto first = offsets[from].begin() + to * num_offsets;
         wanted_offsets.insert(wanted_offsets.end(), first, first + num_offsets);

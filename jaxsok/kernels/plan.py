@@ -83,17 +83,21 @@ def plan_uses(
     num_tiles: int,
     num_shards: int,
     num_bags: int,
+    num_words: int,
 ) -> tuple[
-    UInt32[Array, "num_keys 4"],
+    UInt32[Array, "num_keys num_words"],
     Int32[Array, " num_shards_plus_1"],
     Int32[Array, "num_shards num_bags_plus_1"],
     Float32[Array, " num_bags"],
 ]:
-    """Orders the uses of bags by owner: uses (lines of `plan.Uses`), starts, offsets, scales. See `LaunchPlanUses`."""
+    """Orders the uses of bags by owner: uses (lines of `plan.Uses`), starts, offsets, scales. See `LaunchPlanUses`.
+
+    Uses have `num_words` words: 2 for keys alone, or `REQUEST_WORDS`.
+    """
     keys = batch[0]
     operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
     results = {
-        "uses": result(keys, (keys.shape[0], REQUEST_WORDS), "uint32"),
+        "uses": result(keys, (keys.shape[0], num_words), "uint32"),
         "starts": result(keys, (num_shards + 1,), "int32"),
         "offsets": result(keys, (num_shards, num_bags + 1), "int32"),
         "scales": result(keys, (num_bags,), "float32"),

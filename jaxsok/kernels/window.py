@@ -88,7 +88,7 @@ def exchange(number: int, lines: Array) -> Array:
 class ReceivedLines(NamedTuple):
     """Lines and words that one shard received from all."""
 
-    lines: UInt32[Array, "num_received 4"]
+    lines: UInt32[Array, "num_received num_words"]
     """Equal parts by shard; padding after the lines of each."""
     offsets: Int32[Array, "num_shards num_offsets"]
     load: Int32[Array, "1 2"]
@@ -99,15 +99,15 @@ class ReceivedLines(NamedTuple):
 
 def send_lines(
     number: int,
-    lines: UInt32[Array, "num_lines 4"],
+    lines: UInt32[Array, "num_lines num_words"],
     starts: Int32[Array, " num_shards_plus_1"],
     digest: Digest,
     offsets: Int32[Array, "num_shards num_offsets"],
     send_capacity: int,
 ) -> ReceivedLines:
-    """Sends each shard its lines, at most `send_capacity`, and offsets. See `LaunchWindowLines`."""
+    """Sends each shard its lines of 2 or 4 words, at most `send_capacity`, and offsets. See `LaunchWindowLines`."""
     results = {
-        "received": result(lines, (offsets.shape[0] * send_capacity, 4), "uint32"),
+        "received": result(lines, (offsets.shape[0] * send_capacity, lines.shape[1]), "uint32"),
         "offsets_received": result(lines, offsets.shape, "int32"),
         "load": result(lines, (1, 2), "int32"),
         "digest_of_all": result(lines, (1, 2), "uint32"),

@@ -284,10 +284,10 @@ def test_bags_are_proposed_where_they_send_less():
     proposal = propose_bags()
     (line,) = proposal.lines
     assert line.wire_bytes["sharded"] == 3 / 4 * 160 * (16 + 2 * 4 * 8)
-    assert line.wire_bytes["bags"] == 3 / 4 * 160 * 16 + 3 * 8 * (2 * 4 * 8)
+    assert line.wire_bytes["bags"] == 3 / 4 * 160 * 8 + 3 * 8 * (2 * 4 * 8)
     assert (line.exchange, proposal.wire_bytes) == ("bags", line.wire_bytes["bags"])
     assert [feature.exchange for feature in proposal.features] == ["bags"]
-    assert "SHARDED, bags" in str(proposal) and "bags send 0.36 of the bytes of rows" in line.reason
+    assert "SHARDED, bags" in str(proposal) and "bags send 0.26 of the bytes of rows" in line.reason
 
 
 def test_bags_are_not_proposed_where_they_send_more():
@@ -318,7 +318,7 @@ def test_declared_bags_stand():
 def test_bags_of_a_table_on_one_device():
     """All uses go to one owner, and the exchange is dense."""
     line = propose_bags(overrides={"item": on(1)}).lines[0]
-    assert line.wire_bytes["bags"] == 3 * 160 * 16 + 3 * 8 * (2 * 4 * 8)
+    assert line.wire_bytes["bags"] == 3 * 160 * 8 + 3 * 8 * (2 * 4 * 8)
     assert (line.exchange, line.table.placement) == ("bags", on(1))
 
 

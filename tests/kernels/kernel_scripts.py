@@ -256,13 +256,15 @@ class Script:
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
 
     def plan_uses(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
-        """Takes the parameters of `plan_requests`."""
+        """Takes the parameters of `plan_requests`; makes uses with their tables and weights, and keys alone."""
         self._begin()
         lines, owners = place_lines(self.store.tables, on), _owners(num_shards, owners)
         statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards}
         statics |= {"num_bags": sum(f.num_bags for f in batch.features)}
-        want = plan_uses(batch, lines, owners, num_shards)
-        self._add("plan_uses", {**batch.operands(), "owners": owners}, statics, want)
+        for num_words in (4, 2):
+            want = plan_uses(batch, lines, owners, num_shards, num_words)
+            of_words = statics | {"num_words": num_words}
+            self._add("plan_uses", {**batch.operands(), "owners": owners}, of_words, want)
 
     def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
         """Gathers for a lookup and for find; for a lookup also as numbers of other dtypes."""
