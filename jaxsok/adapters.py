@@ -169,9 +169,13 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
             f"{what}: keys: got an empty list, wanted a key for each sample; samples without keys are "
             "jaxsok.Bags([], lengths=[0, 0, ...])."
         )
-    if isinstance(value, np.ndarray):  # most are, and every batch comes through here
-        return value
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        return value  # most are, and every batch comes through here
     bags = bags_of(value)
+    for name, array in vars(bags).items():
+        if isinstance(array, np.ma.MaskedArray):
+            fill = ": masked_array.filled(-1) makes masked keys padding" if name == "keys" else "; fill it"
+            raise TypeError(f"{what}: {name}: got a masked array, wanted a plain one{fill}.")
     if all(array is None or isinstance(array, np.ndarray) for array in vars(bags).values()):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):

@@ -15,6 +15,7 @@ import numpy as np
 
 ABOVE_ZERO = math.ulp(0.0)  # the least positive float: `low` of positive numbers
 LARGEST = sys.float_info.max
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Value = TypeVar("Value")
 

@@ -37,6 +37,7 @@ from jaxsok import (
     table_import,
 )
 from jaxsok.caches import CacheStats
+from jaxsok.checks import LARGEST_FLOAT32
 from jaxsok.coming import num_stacked
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker
@@ -395,7 +396,7 @@ class Collection:
           state: donated.
           plan: of a lookup, or those of several (micro-batches, several lookups in one step).
           gradients: with respect to the embeddings, by feature; one mapping for each plan.
-          learning_rate: a scalar, perhaps traced, in place of the optimizers' own.
+          learning_rate: a scalar, perhaps traced, in place of the optimizers' own; the same on all shards.
 
         Raises:
           TypeError, ValueError: plans and gradients that do not fit. Raised when traced.
@@ -411,10 +412,12 @@ class Collection:
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
-            if checks.is_number(learning_rate):
-                checks.number("update: learning_rate", learning_rate)
+            if not isinstance(learning_rate, jax.core.Tracer):
+                checks.number("update: learning_rate", float(learning_rate), -LARGEST_FLOAT32, LARGEST_FLOAT32)
         self.growth.record_features([plan.features for plan in plans])
-        state, plans, grads = guards.refuse_transforms("update", state=state, plan=plans, gradients=grads)
+        state, plans, grads, learning_rate = guards.refuse_transforms(
+            "update", state=state, plan=plans, gradients=grads, learning_rate=learning_rate
+        )
         self._check_gradients("update", plans, grads)
         return self._steps.call("update", state, plans, [*map(dict, grads)], learning_rate)
 
@@ -1043,10 +1046,11 @@ def _make_rest(num_tables: int, seed: Array, partition_owners: Array) -> tuple[A
 
 
 def check_scalar(what: str, value: Any) -> None:
-    """Refuses values that are not one number, traced or not; `what` names the operation and its argument."""
-    is_number = checks.is_number(value) or isinstance(value, (np.ndarray, jax.Array))
-    if not is_number or np.shape(value) != ():
-        got = f"shape {list(np.shape(value))}" if is_number else repr(value)
+    """Refuses values that are not one real number, traced or not; `what` names the operation and its argument."""
+    is_array = isinstance(value, (np.ndarray, jax.Array))
+    is_real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    if not (checks.is_number(value) or is_real) or np.shape(value) != ():
+        got = f"{value.dtype}{list(value.shape)}" if is_array else repr(value)
         raise TypeError(f"{what}: got {got}, wanted a scalar.")
 
 
@@ -1055,8 +1059,8 @@ def clip_by_global_norm(
 ) -> tuple[Any, Float32[Array, ""]]:
     """Scales a tree of gradients by the norm over `lookups` (arguments of `gradient_norm`) and `dense`."""
     check_scalar("clip_by_global_norm: max_norm", max_norm)
-    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
+    if not isinstance(max_norm, jax.core.Tracer) and not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
     of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
     norm = norms_lib.tree_norm([*of_rows, norms_lib.tree_norm(dense)])
-    return norms_lib.scale(gradients, norms_lib.factor_of(norm, max_norm)), norm
+    return norms_lib.clip(gradients, norm, max_norm), norm

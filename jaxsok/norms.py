@@ -32,7 +32,8 @@ def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
         return squares
     numbers = numbers.astype(jnp.float32)
     largest = jnp.maximum(squares[0], jnp.abs(numbers).max())
-    return largest, _rescale(squares, largest) + jnp.square(numbers / _divisor(largest)).sum()
+    shrink = _shrink(largest)
+    return largest, _rescale(squares, largest) + jnp.square(numbers * shrink / _divisor(largest * shrink)).sum()
 
 
 def norm_of(squares: Squares) -> Float32[Array, ""]:
@@ -44,6 +45,11 @@ def norm_of(squares: Squares) -> Float32[Array, ""]:
 def _rescale(squares: Squares, largest: Float32[Array, ""]) -> Float32[Array, ""]:
     """Returns the sum of squares relative to another largest number, not below its own."""
     return squares[1] * jnp.square(squares[0] / _divisor(largest))
+
+
+def _shrink(size: Float32[Array, ""]) -> Float32[Array, ""]:
+    """Returns a power of two for numbers of this size; XLA divides by multiplying with 1 / size, perhaps subnormal."""
+    return jnp.where(size > jnp.float32(2.0**100), jnp.float32(2.0**-64), jnp.float32(1))
 
 
 def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
@@ -129,18 +135,16 @@ def tree_norm(tree: Any) -> Float32[Array, ""]:
     return norm_of(squares)
 
 
-def factor_of(norm: Float32[Array, ""], max_norm: Any) -> Float32[Array, ""]:
-    """Returns the factor for gradients: 1 below `max_norm`, else the one that scales the norm to it; NaN for NaN."""
-    max_norm = jnp.asarray(max_norm, jnp.float32)
-    return jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
-
-
-def scale(tree: Any, factor: Float32[Array, ""]) -> Any:
-    """Multiplies every number of a tree by a factor, in its own dtype."""
+def clip(tree: Any, norm: Float32[Array, ""], max_norm: Any) -> Any:
+    """Scales the numbers of a tree, in their own dtype, from a norm above `max_norm` to it; all are NaN for a NaN."""
+    max_norm, shrink = jnp.asarray(max_norm, jnp.float32), _shrink(norm)
+    is_below = norm < max_norm
+    first = jnp.where(is_below, jnp.float32(1), shrink)
+    second = jnp.where(is_below, jnp.float32(1), max_norm / (norm * shrink))
 
     def times(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         wide = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype  # 16 bits are rounded once
-        return (leaf.astype(wide) * factor.astype(wide)).astype(leaf.dtype)
+        return (leaf.astype(wide) * first.astype(wide) * second.astype(wide)).astype(leaf.dtype)
 
     return jax.tree.map(times, tree)

@@ -220,7 +220,7 @@ def _begin_export(
     if base is not None:
         with processes.fail_together(op):
             chain = _open_base(op, collection, state, base, clock)
-        last, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder, final.absolute().parent)
+        last, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder.resolve(), final.parent.resolve())
         rests_on = {"base": last["uuid"], "base_path": base_path, "since": last["clock"]}
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
@@ -277,8 +277,8 @@ def _finish(
         if latest > saving.part["clock"]:
             raise ValueError(
                 f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
-                "lookups got another clock; pass clock= to all of lookup, assign, import_table and "
-                "exports, or to none."
+                "lookups got another clock, or rows were imported with later last steps; pass clock= to all of lookup, "
+                "assign, import_table and exports, or to none, and import rows of a longer training without last_step."
             )
         with processes.fail_together(op):
             kept = keys()

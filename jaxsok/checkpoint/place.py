@@ -114,6 +114,6 @@ def _pad(
             last_step = np.full(records.num_rows, np.uint32(source.manifest["clock"]))
             frequency = np.zeros_like(last_step)
         if held.now is not None:
-            last_step = np.maximum(last_step, np.uint32(held.now))
+            last_step = np.full_like(last_step, np.uint32(held.now))
         arrays["statistics"] = np.stack([last_step, not_none(frequency)], axis=1)
     return {name: take_padded(array, np.arange(records.num_rows), size) for name, array in arrays.items()}

@@ -145,7 +145,7 @@ class Adam(Limited):
 
     Args:
       b1, b2: decays of the first and the second moment.
-      eps: added to the root.
+      eps: added to the root. With 0, a gradient of zero makes a row NaN whose moments are zero, as in Optax.
 
     Example:
       >>> [state.name for state in adam(1e-3).state_specs(dim=64)]

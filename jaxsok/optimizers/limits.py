@@ -8,7 +8,6 @@ import abc
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -27,8 +26,9 @@ Made = TypeVar("Made", bound=Optimizer)
 
 # Hyper-parameters -----------------------------------------------------------------------------------------------------
 
-_POSITIVE = functools.partial(checks.number, low=checks.ABOVE_ZERO, wanted="a positive number")
-_SHARE = functools.partial(checks.number, low=0.0, high=math.nextafter(1.0, 0.0), wanted="a number in [0.0, 1.0)")
+# Steps compute in float32, in which smaller numbers are 0, and larger shares 1.
+_POSITIVE = functools.partial(checks.number, low=_TINY, high=checks.LARGEST_FLOAT32, wanted="a positive number")
+_SHARE = functools.partial(checks.number, low=0.0, high=1 - 2.0**-24, wanted="a number in [0.0, 1.0)")
 
 
 def positive(default: float) -> Any:
@@ -38,7 +38,7 @@ def positive(default: float) -> Any:
 
 def not_negative(default: float) -> Any:
     """Declares a hyper-parameter of at least 0."""
-    return checks.declare(default, checks.number, low=0.0, wanted="a number in [0.0, inf)")
+    return checks.declare(default, checks.number, low=0.0, high=checks.LARGEST_FLOAT32, wanted="a number in [0.0, inf)")
 
 
 def share(default: float | None) -> Any:

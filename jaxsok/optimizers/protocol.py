@@ -10,7 +10,6 @@ kernel, which does the same and is used where no limits are set.
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,7 +80,7 @@ class Optimizer(abc.ABC):
                 raise ValueError(f"{name}: learning_rate: got shape {list(np.shape(rate))}, wanted a scalar.")
             rate = float(rate)
             object.__setattr__(self, "learning_rate", rate)
-        if not callable(rate) and not (checks.is_number(rate) and math.isfinite(rate)):
+        if not callable(rate) and not (checks.is_number(rate) and abs(rate) <= checks.LARGEST_FLOAT32):
             raise TypeError(f"{name}: learning_rate: got {rate!r}, wanted a finite number or an Optax schedule.")
 
     @property

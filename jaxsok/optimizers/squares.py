@@ -4,7 +4,6 @@ All are row programs. RMSProp and Adadelta are lazy; Adagrad with decay is exact
 """
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -134,7 +133,7 @@ class AdagradDecay(Limited):
     initial_accumulator_value: float = positive(0.1)
     decay_step: int = checks.declare(100_000, checks.integer, low=1, high=2**32 - 1, wanted=_DECAY_STEP)
     decay_rate: float = checks.declare(
-        0.9, checks.number, low=checks.ABOVE_ZERO, high=math.nextafter(1.0, 0.0), wanted="a number in (0.0, 1.0)"
+        0.9, checks.number, low=checks.ABOVE_ZERO, high=1 - 2.0**-24, wanted="a number in (0.0, 1.0)"
     )
     weight_decay: float = not_negative(0.0)
 

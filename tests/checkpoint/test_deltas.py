@@ -702,6 +702,20 @@ def test_what_is_loaded_into_a_live_state_is_a_change(tmp_path, clock, is_delta)
     assert_same(content(collection, again), content(collection, state))
 
 
+def test_a_delta_behind_a_symbolic_link_finds_its_base(tmp_path):
+    """Its path back to the base holds where the folder really is."""
+    collection = two()
+    (tmp_path / "disk" / "deep" / "deltas").mkdir(parents=True)
+    (tmp_path / "deltas").symlink_to(tmp_path / "disk" / "deep" / "deltas")
+    state = train(collection, collection.init(), 2)
+    full = checkpoint.export_full(tmp_path / "full", collection, state)
+    state = train(collection, state, 1)
+    first = checkpoint.export_delta(tmp_path / "deltas" / "first", collection, state, base=full)
+    second = checkpoint.export_delta(tmp_path / "deltas" / "second", collection, state, base=first)
+    for delta in (first, second):
+        assert_same(content(collection, checkpoint.load(delta.path, collection)), content(collection, state))
+
+
 def test_two_clocks_are_refused(tmp_path):
     """Lookups with a clock and an export without are refused, since the export would seem older than its rows."""
     collection = two()

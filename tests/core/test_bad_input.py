@@ -212,6 +212,8 @@ def weighted():
         (TypeError, np.array(["a", "b"]), ()),
         (TypeError, np.array([1, 2], object), ("object",)),
         (TypeError, np.array([1 + 2j]), ("complex",)),
+        (TypeError, np.ma.array([1, 2], mask=[0, 1]), ("masked", "filled(-1)")),
+        (TypeError, jaxsok.Bags(np.ma.array([1, 2], mask=[0, 1]), lengths=np.array([2])), ("masked", "filled(-1)")),
         (BAD_KIND, "keys", ()),
         (BAD_KIND, None, ()),
         (ValueError, np.zeros((2, 3, 4), np.int64), ("2, 3, 4",)),
@@ -536,7 +538,10 @@ def test_update_needs_a_plan_of_a_lookup(two_features, step):
         two_features.update(state, ahead, gradients)
 
 
-@pytest.mark.parametrize("rate", ["fast", np.ones(3, np.float32), float("nan"), np.float32("inf")])
+@pytest.mark.parametrize(
+    "rate",
+    ["fast", np.ones(3), np.nan, np.float32("inf"), np.array(np.nan), jnp.array(jnp.nan), np.array(1j), 1e300],
+)
 def test_learning_rate_of_update(two_features, step, rate):
     """The learning rate must be a finite number or a 0-d array."""
     state, plan = step

@@ -337,8 +337,8 @@ def refused_cases():
     def total(rows, op):
         return sum(e.sum() for e in getattr(collection, op)(with_rows(state, rows), features)[0].values())
 
-    def move_rows(gradients):
-        return collection.update(after, plan, gradients)[0].stores[0].rows[0].sum()
+    def move_rows(gradients, **options):
+        return collection.update(after, plan, gradients, **options)[0].stores[0].rows[0].sum()
 
     two = functools.partial(jax.tree.map, lambda leaf: jnp.stack([leaf, leaf]))
     return {
@@ -370,6 +370,14 @@ def refused_cases():
         "vmap of find": (
             lambda: jax.vmap(lambda f: collection.find(state, f)[0])(two(features)),
             "find: features: got arrays that jax.vmap maps over",
+        ),
+        "vmap over learning rates": (
+            lambda: jax.vmap(lambda rate: move_rows(embeddings, learning_rate=rate))(jnp.ones(2)),
+            "update: learning_rate: got arrays that jax.vmap maps over",
+        ),
+        "grad by the learning rate": (
+            lambda: jax.grad(lambda rate: move_rows(embeddings, learning_rate=rate))(1.0),
+            "update: learning_rate: got a derivative",
         ),
         "vmap of plan": (
             lambda: jax.vmap(lambda f: collection.plan(f).distinct[0].unique)(two(features)),

@@ -360,7 +360,7 @@ def test_samples_that_share_a_bag():
     np.testing.assert_allclose(norm, norm_of([first, first + second, second]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30, 2.5e37])
 def test_numbers_of_any_size(size):
     """Their squares are out of range for float32, but their norm is not."""
     collection, state, plan = one_lookup((7, 9))
@@ -371,6 +371,24 @@ def test_numbers_of_any_size(size):
     np.testing.assert_allclose(norm, 13 * size, rtol=1e-6)
     np.testing.assert_allclose(clipped["user"][0, 0], 3 / 13 * size, rtol=1e-5)
     np.testing.assert_allclose(dense["bias"], 12 / 13 * size, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("size", [1e29, 2e30, 8e37, 1e38, 2e38])
+def test_gradients_that_explode_are_clipped(size, is_jitted):
+    """Also where the reciprocal of their norm is no normal number."""
+    collection, state, plan = one_lookup((7, 9))
+    gradients = {"user": jnp.zeros((2, 4)).at[:, 0].set(jnp.float32(size))}
+
+    def clip(state, plan, gradients, dense):
+        return collection.clip_by_global_norm(state, plan, gradients, 1.0, dense)
+
+    dense = {"bias": jnp.float32(size / 8)}
+    clipped, of_dense, norm = (jax.jit(clip) if is_jitted else clip)(state, plan, gradients, dense)
+    wanted = np.sqrt(2 + 1 / 64)
+    np.testing.assert_allclose(norm, size * wanted, rtol=1e-6)
+    np.testing.assert_allclose(clipped["user"][:, 0], [1 / wanted] * 2, rtol=1e-6)
+    np.testing.assert_allclose(of_dense["bias"], 1 / 8 / wanted, rtol=1e-6)
 
 
 def test_many_rows_keep_their_precision():
@@ -386,8 +404,11 @@ def test_many_rows_keep_their_precision():
     ("arguments", "error", "message"),
     [
         ({"max_norm": "large"}, TypeError, "clip_by_global_norm: max_norm: got 'large', wanted a scalar"),
-        ({"max_norm": np.ones(2)}, TypeError, "max_norm: got shape \\[2\\], wanted a scalar"),
+        ({"max_norm": np.ones(2)}, TypeError, "max_norm: got float64\\[2\\], wanted a scalar"),
+        ({"max_norm": np.array(1j)}, TypeError, "max_norm: got complex128\\[\\], wanted a scalar"),
         ({"max_norm": -1.0}, ValueError, "max_norm: got -1.0, wanted a positive number"),
+        ({"max_norm": np.float32(0)}, ValueError, "max_norm: got 0.0, wanted a positive number"),
+        ({"max_norm": jnp.float32(-1)}, ValueError, "max_norm: got -1.0, wanted a positive number"),
         ({"gradients": {"user": jnp.ones((2, 4))}}, ValueError, 'gradient_norm: gradients: feature "user": got shape'),
         ({"gradients": {"item": jnp.ones((3, 4))}}, ValueError, "gradient_norm: gradients: got features \\['item'\\]"),
         ({"gradients": {"user": jnp.ones((3, 4), jnp.int32)}}, TypeError, "wanted a float array"),
