@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from jaxsok import keys as keys_lib, printed
 from jaxsok.checks import not_none
 from jaxsok.specs import FeatureSpec, StoreSpec
-from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
+from jaxsok.types import BAGS_PER_TILE, COMBINERS, KEY_WORDS, NUM_FEATURE_WORDS, PADDING_KEY, REQUEST_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +131,11 @@ class StoreFeatures:
     def is_weighted(self) -> bool:
         """Whether a feature has weights."""
         return any(layout.weights_start >= 0 for layout in self.layouts)
+
+    @property
+    def use_words(self) -> int:
+        """Words in which a use travels to the owner of its row: its key, and with weights its table and weight."""
+        return REQUEST_WORDS if self.is_weighted else KEY_WORDS
 
     def operands(self) -> tuple[Array, Array, Array, np.ndarray]:
         """Returns keys, offsets, weights and features, as the kernels take them."""

@@ -37,7 +37,7 @@ from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
-from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, KEY_WORDS, MAX_CAPACITY, NUM_PARTITIONS, REQUEST_WORDS
+from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
 
 MEMORY_FRACTION = 0.75  # XLA's default share of a GPU, see XLA_CLIENT_MEM_FRACTION
 
@@ -420,7 +420,7 @@ def _step_bytes(
         received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all
         # uses and row ids by line received; offsets by bag of all shards, scales by bag
         of_bags = 4 * (spec.num_shards + 1) * (num_bags + 1) + found
-        use_bytes = 4 * (REQUEST_WORDS if features.is_weighted else KEY_WORDS)
+        use_bytes = 4 * features.use_words
         of_line = use_bytes + 4
         plan = max(of_line * received + of_bags, batches * (of_line * spec.num_shards * capacity + of_bags))
         sums = 4 * spec.dim * spec.num_shards * num_bags

@@ -34,7 +34,6 @@ from jaxsok.types import (
     KEY_WORDS,
     MAX_FEATURES,
     NO_ROW,
-    REQUEST_WORDS,
     PartitionOwners,
     RowIds,
     TableCounts,
@@ -57,9 +56,9 @@ def ask(
     send_capacity: int | None = None,
 ) -> Uses:
     """Sends the uses of bags to the owners of their rows, in one round if `send_capacity` is given, else in several."""
-    num_shards, num_words = spec.num_shards, REQUEST_WORDS if features.is_weighted else KEY_WORDS
+    num_shards, num_words = spec.num_shards, features.use_words
     sizes = {"num_tiles": features.num_tiles, "num_shards": num_shards, "num_bags": _num_bags(features)}
-    sizes |= {"num_words": num_words}
+    sizes["num_words"] = num_words
     uses, starts, offsets, scales = plan_kernels.plan_uses(features.operands(), spec.table_words(), owners, **sizes)
     capacity = send_capacity or exchange.spec.send_capacity or exchange_lib.default_send_capacity(spec, features)
     route = exchange.route(spec, capacity)

@@ -32,10 +32,10 @@ from jaxsok.exchange import wire_bytes
 from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec
 from jaxsok.store import host_row_bytes, row_bytes, store_bytes
-from jaxsok.types import PADDING_KEY
+from jaxsok.types import KEY_WORDS, PADDING_KEY, REQUEST_WORDS
 
-REQUEST_BYTES = 16  # key, table and uses: four words
-KEY_BYTES = 8
+REQUEST_BYTES = 4 * REQUEST_WORDS  # key, table and uses
+KEY_BYTES = 4 * KEY_WORDS
 REPLICATED_BYTES = 64 << 20  # larger tables are replicated only when asked for
 
 

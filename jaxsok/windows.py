@@ -85,7 +85,7 @@ class Windows:
 
     def send_lines(
         self,
-        lines: UInt32[Array, "num_lines num_words"],
+        lines: UInt32[Array, "num_lines line_words"],
         starts: Int32[Array, " num_shards_plus_1"],
         digest: Digest,
         offsets: Int32[Array, "num_shards num_offsets"],

@@ -150,8 +150,7 @@ constexpr int64_t PlanUsesWorkspaceBytes(int64_t num_keys) {
 /// Pre    : as for LaunchPlanRequests; features lie bag after bag.
 /// Order  : by owner, then by position: an owner gets the batch without the uses of other owners' rows.
 /// Cost   : 12 B a position in, 16 out (8 with keys alone), 4 B for each pair of bag and owner; and a radix sort by the
-/// bits of num_shards,
-///          if there are more than 64.
+///          bits of num_shards, if there are more than 64.
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,
                            void* workspace);
 

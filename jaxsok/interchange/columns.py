@@ -59,7 +59,7 @@ def write_parquet(
       [{'key': 7, 'row': [1.0, 1.0]}]
     """
     _, parquet = _arrow("write_parquet")
-    form, chunks = _checked("write_parquet", records)
+    form, chunks = files.check_records("write_parquet", records, pairs_statistics=True)
     schema, num_rows = _schema(form), 0
     with files.partial_files("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         summed = _Summed(file)
@@ -119,7 +119,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
     """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a batch for each chunk, as `write_parquet`."""
     pa, _ = _arrow("write_arrow")
-    form, chunks = _checked("write_arrow", records)
+    form, chunks = files.check_records("write_arrow", records, pairs_statistics=True)
     schema, num_rows = _schema(form), 0
     with files.partial_files("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
@@ -212,12 +212,6 @@ def _arrow(op: str) -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(f"{op}: needs pyarrow, which is missing: pip install 'jaxsok[arrow]'.") from error
     return pyarrow, pyarrow.parquet
-
-
-def _checked(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
-    form, chunks = files.check_records(op, records)
-    files.require_both_statistics(f"{op}: records", form.statistics)
-    return form, chunks
 
 
 def _schema(form: Form) -> Any:

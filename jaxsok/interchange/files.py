@@ -105,13 +105,18 @@ def require_both_statistics(what: str, given: Sequence[str]) -> None:
         raise ValueError(f"{what}: got {given[0]} alone, wanted last_step and frequency, or neither.")
 
 
-def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
-    """Returns the form of the first chunk, and all chunks, each checked to have it; EMPTY if there are none."""
+def check_records(op: str, records: RecordsIn, *, pairs_statistics: bool = False) -> tuple[Form, Iterator[Records]]:
+    """Returns the form of the first chunk, and all chunks, each checked to have it; EMPTY if there are none.
+
+    With `pairs_statistics` one of the statistics without the other is refused.
+    """
     chunks = iter([records] if isinstance(records, Records) else records)
     first = next(chunks, None)
     if first is None:
         return EMPTY, iter(())
     form = form_of(op, first)
+    if pairs_statistics:
+        require_both_statistics(f"{op}: records", form.statistics)
 
     def rest() -> Iterator[Records]:
         yield first

@@ -42,8 +42,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
       ...         {name: arrays[name].tolist() for name in arrays}
       {'key': [7], 'row': [[1.0, 1.0]], 'row_dtype': 'float32'}
     """
-    form, chunks = files.check_records("write_npz", records)
-    files.require_both_statistics("write_npz: records", form.statistics)
+    _, chunks = files.check_records("write_npz", records, pairs_statistics=True)
     whole = join_records(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
     files.check_keys("write_npz", len(whole.keys), lambda: iter([whole.keys]), lambda number: f"records.keys[{number}]")
     rows = whole.rows.view(np.uint16) if whole.rows.dtype.name == "bfloat16" else whole.rows

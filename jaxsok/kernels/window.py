@@ -88,7 +88,7 @@ def exchange(number: int, lines: Array) -> Array:
 class ReceivedLines(NamedTuple):
     """Lines and words that one shard received from all."""
 
-    lines: UInt32[Array, "num_received num_words"]
+    lines: UInt32[Array, "num_received line_words"]
     """Equal parts by shard; padding after the lines of each."""
     offsets: Int32[Array, "num_shards num_offsets"]
     load: Int32[Array, "1 2"]
@@ -99,7 +99,7 @@ class ReceivedLines(NamedTuple):
 
 def send_lines(
     number: int,
-    lines: UInt32[Array, "num_lines num_words"],
+    lines: UInt32[Array, "num_lines line_words"],
     starts: Int32[Array, " num_shards_plus_1"],
     digest: Digest,
     offsets: Int32[Array, "num_shards num_offsets"],

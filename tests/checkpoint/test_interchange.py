@@ -1233,7 +1233,7 @@ def test_npz_rows_of_16_bits_need_their_dtype(tmp_path):
 
 
 def test_npz_refuses_to_write_a_key_twice(tmp_path):
-    """What it could not read again is not written; a file that is there stays."""
+    """A table that could not be read again is not written; a file that is there stays."""
     npz.write_npz(tmp_path / "t.npz", make_records([5], 2))
     twice = Records(np.array([7, 9, 7], np.uint64), np.ones((3, 2), np.float32))
     with pytest.raises(ValueError, match=r"write_npz: records.keys\[2\]: key: got 7 a second time"):

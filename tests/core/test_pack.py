@@ -152,7 +152,7 @@ def is_plain(value):
 
 
 def same(got, want):
-    """Returns whether trees are equal: static parts, dtypes and bits."""
+    """Requires trees to be equal: static parts, dtypes and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
