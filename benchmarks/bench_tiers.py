@@ -1,8 +1,8 @@
 """Tables in host memory with a cache on the device: MLPerf's DLRM, and the same with all rows on the device.
 
 Question: how much of the throughput is left when half, a tenth and a fiftieth of the rows fit the device, with and
-          without lookups ahead, which bring the rows of the next batch while the model runs? How much more do several
-          devices train, each with a cache of a tenth of its rows?
+          without lookups ahead, which bring the rows of the next batch while the model runs, and with eight steps a
+          call? How much more do several devices train, each with a cache of a tenth of its rows?
 Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples a device, one key a bag, Zipf 1.05 over all
           rows; 128 floats with rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the
           tables, and in host memory, before anything is timed; they were filled from the rarest to the most frequent,
@@ -18,7 +18,7 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,9 +48,14 @@ SHARES = (None, 0.5, 0.1, 0.02)
 SHARE_OF_MESHES = 0.1
 """The same on several devices."""
 
-NUM_BATCHES = 240
-"""Batches with keys of their own: a third fills caches, one is timed, and one is timed with lookups ahead. On several
-devices half as many."""
+NUM_BATCHES = 320
+"""Batches with keys of their own: a quarter fills caches, and another is for each way of running. On several devices
+half as many."""
+
+PER_CALL = 8
+"""Steps of a call, where a call has several."""
+
+AHEAD, CALLS = ", looked up ahead", ", eight steps a call"
 
 _FILL_IDS = 1 << 14
 """Ids of each table in one step that fills."""
@@ -69,14 +74,14 @@ def measure(
         for name, optimizer in RUNS[: 1 if is_quick or num_devices > 1 else None]:
             workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scale(scale)
             workload = workload.on_devices(num_devices, "weak")
-            num_batches = 18 if is_quick else NUM_BATCHES // min(num_devices, 2)
+            num_batches = 128 if is_quick else NUM_BATCHES // min(num_devices, 2)
             ids = workloads.draw_batches(workload, "zipf1.05", num_batches, seed)
-            on_device = None
+            on_device: dict[int, Timing] = {}
             for share in SHARES if num_devices == 1 else (None, SHARE_OF_MESHES):
                 if recorder.has_time(f"tiers of {name} at {share}"):
                     with recorder.attempt(f"{name} with a cache of {share}"):
                         bench = _Bench(workload, optimizer, share, recorder, num_devices)
-                        on_device = bench.measure(ids, on_device)
+                        on_device |= bench.measure(ids, on_device)
                         del bench
                     gc.collect()
                     recorder.write()
@@ -109,48 +114,57 @@ class _Bench:
         embeddings, state, plan = self._collection.lookup(state, features)
         return self._collection.update(state, plan, jax.tree.map(jnp.zeros_like, embeddings))[0]
 
-    def measure(self, ids: list[np.ndarray], on_device: Timing | None) -> Timing | None:
-        """Times the step; returns the time with all rows on the device, to which the others are compared."""
+    def measure(self, ids: list[np.ndarray], on_device: Mapping[int, Timing]) -> dict[int, Timing]:
+        """Times steps in each way; `on_device` has the times with all rows on the device, by the steps of a call.
+
+        Returns these times, or nothing.
+        """
         workload, collection = self._workload, self._collection
         rest = {
             "dense": np.random.default_rng(0).random((workload.num_bags, dlrm.NUM_DENSE), np.float32),
             "label": (np.arange(workload.num_bags) % 2).astype(np.float32),
         }
         batches = [collection.batch(fill.raw_of(collection, workload, step_ids) | rest) for step_ids in ids]
-        step, carry = dlrm.step_of(collection), (self._state, *dlrm.init_for(collection, workload.dim))
+        carry, num_each = (self._state, *dlrm.init_for(collection, workload.dim)), len(batches) // 4
         del self._state
-        third = len(batches) // 3
-        for batch, plan in self._pairs(batches[:third], LookAhead()):
+        step = dlrm.step_of(collection)
+        for batch, plan in self._pairs(batches[:num_each], LookAhead(), 1):
             carry, (loss, stats) = step(carry, plan, batch["dense"], batch["label"])
         stats.check()
         if not np.isfinite(float(loss)):
             raise RuntimeError(f"{workload.name}: the loss is {float(loss)}.")
-        carry, timing, moved = self._time(step, carry, batches[third : 2 * third], LookAhead())
+        ways = {"": (LookAhead(), 1)}
         if self._share is None:
-            self._add(records.DLRM, timing, moved)
-            return timing
-        carry, ahead, moved_ahead = self._time(step, carry, batches[2 * third :], LookAhead(1))
+            ways |= {CALLS: (LookAhead(), PER_CALL)}
+        else:
+            ways |= {AHEAD: (LookAhead(1), 1), AHEAD + CALLS: (LookAhead(1), PER_CALL)}
+        timings: dict[str, tuple[Timing, dict[str, float]]] = {}
+        for number, (name, (ahead, per_call)) in enumerate(ways.items(), start=1):
+            of_way = batches[number * num_each : (number + 1) * num_each]
+            carry, *timings[name] = self._time(carry, of_way, ahead, per_call)
         rate = None
-        if self._num_devices == 1:
+        if self._share is not None and self._num_devices == 1:
             bring, moved_alone = self._measure_bring(carry[0])
             self._add(records.BRING, bring, moved_alone)
             rate = sum(moved_alone[name] for name in ("num_fetched", "num_written")) / bring.ms
-        of_device = 0.0 if on_device is None else on_device.ms
-        for suffix, steps, counts in (("", timing, moved), (", looked up ahead", ahead, moved_ahead)):
-            num_moved = counts["num_fetched"] + counts["num_written"]
-            limit_ms = None if rate is None else max(num_moved / rate, of_device)
-            throughput = of_device / steps.ms if on_device else None
-            self._add(records.DLRM, steps, counts, limit_ms, suffix, throughput=throughput)
-        return on_device
+        for name, (steps, counts) in timings.items():
+            limit_ms, more = None, {}
+            if self._share is not None and (of_device := on_device.get(ways[name][1])):
+                num_moved = counts["num_fetched"] + counts["num_written"]
+                limit_ms = None if rate is None else max(num_moved / rate, of_device.ms)
+                more["throughput"] = of_device.ms / steps.ms
+            self._add(records.DLRM, steps, counts, limit_ms, name, **more)
+        return {ways[name][1]: steps for name, (steps, _) in timings.items()} if self._share is None else {}
 
-    def _pairs(self, batches: Sequence[Batch], ahead: LookAhead) -> Iterator[tuple]:
-        return iter(Pipeline(Packed(self._collection), batches, ahead=ahead, prefetch=0))
+    def _pairs(self, batches: Sequence[Batch], ahead: LookAhead, per_call: int) -> Iterator[tuple]:
+        return iter(Pipeline(Packed(self._collection), batches, ahead=ahead, prefetch=0, steps_per_call=per_call))
 
     def _time(
-        self, step: Any, carry: Any, batches: Sequence[Batch], ahead: LookAhead
+        self, carry: Any, batches: Sequence[Batch], ahead: LookAhead, per_call: int
     ) -> tuple[Any, Timing, dict[str, float]]:
         """Times steps with keys of their own; also returns each step's moved rows. The first of two groups compiles."""
-        pairs = self._pairs(batches, ahead)
+        pairs = self._pairs(batches, ahead, per_call)
+        step = (dlrm.step_of if per_call == 1 else dlrm.call_of)(self._collection)
 
         def run(num_steps: int | None) -> Any:
             nonlocal carry
@@ -159,17 +173,18 @@ class _Bench:
                 carry, out = step(carry, plan, batch["dense"], batch["label"])
             return jax.block_until_ready((carry, out))
 
-        size = max(1, len(batches) // 8)
+        num_calls = len(batches) // per_call
+        size = max(1, num_calls // 8)
         run(2 * size)
         before, times = self._counters(carry[0]), []
-        for _ in range(2 * size, len(batches) - size, size):
+        for _ in range(2 * size, num_calls - size, size):
             start = time.perf_counter()
             run(size)
-            times.append((time.perf_counter() - start) * 1e3 / size)
-        num_steps = len(times) * size
+            times.append((time.perf_counter() - start) * 1e3 / (size * per_call))
+        num_steps = len(times) * size * per_call
         moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
         run(None)  # the last step leaves nothing in flight
-        return carry, summary(times, size), moved
+        return carry, summary(times, size * per_call), moved
 
     def _counters(self, state: jaxsok.State) -> dict[str, int]:
         (store,) = state.stores
@@ -211,7 +226,8 @@ class _Bench:
         **more: Any,
     ) -> None:
         notes = {} if self._num_devices == 1 else {"num_devices": self._num_devices}
-        variant = "all on the device" if self._share is None else f"{self._share:.0%} in the cache{suffix}"
+        variant = "all on the device" if self._share is None else f"{self._share:.0%} in the cache"
+        variant += suffix
         if self._num_devices > 1:
             variant += f", {self._num_devices} devices"
         self._recorder.add(

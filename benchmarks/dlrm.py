@@ -103,7 +103,7 @@ def call_of(collection: jaxsok.Collection, jit: Callable = jax.jit) -> Callable[
 
     @functools.partial(jit, donate_argnums=0)
     def call(carry: tuple, *stacked: Any) -> tuple:
-        return lax.scan(lambda carry, inputs: step(carry, *inputs), carry, stacked)
+        return jaxsok.scan(lambda carry, inputs: step(carry, *inputs), carry, stacked)
 
     return call
 

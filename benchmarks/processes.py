@@ -47,6 +47,13 @@ PER_CALL = 8
 STEPS = 48
 CACHE_STEPS = 16
 """Steps of a repetition; with rows in host memory each has keys of its own."""
+CACHE_WAYS = {
+    "": (LookAhead(), 1),
+    ", exact ahead": (LookAhead(1), 1),
+    ", stacked": (LookAhead(), PER_CALL),
+    ", exact ahead, stacked": (LookAhead(1), PER_CALL),
+}
+"""Lookups ahead, and the steps of a call, where rows are in host memory."""
 REPETITIONS = 7
 OPTIMIZER = "rowwise_adagrad"
 
@@ -98,7 +105,7 @@ class Measured:
         if options.cache is not None:
             self.workload = dataclasses.replace(self.workload, num_rows=bench_tiers.NUM_ROWS).scale(options.scale)
             self.memory = jaxsok.HostMemory(device_rows=options.cache)
-            num_key_sets = CACHE_STEPS * (options.repetitions + 2) * 3
+            num_key_sets = CACHE_STEPS * (options.repetitions + 2) * len(CACHE_WAYS)
         self.filled = fill.fill_tables(self.workload, OPTIMIZER, self.mesh, memory=self.memory)
         drawn = workloads.draw_batches(self.workload, distribution, num_key_sets, seed=0)
         mine = self.workload.num_bags // options.num_processes
@@ -156,16 +163,15 @@ class Measured:
     def measure_dlrm(self, collection: jaxsok.Collection) -> None:
         """Times the step of MLPerf's DLRM: alone, with an exact lookup ahead, and with one that is an update stale."""
         batches = itertools.cycle(self.dlrm_batches(collection))
-        programs: dict[str, LookAhead | int] = {"pipelined": LookAhead(), "stacked": PER_CALL}
-        programs |= {"exact ahead": LookAhead(1), "stale ahead": LookAhead(1, 1)}
+        programs = {"pipelined": (LookAhead(), 1), "stacked": (LookAhead(), PER_CALL)}
+        programs |= {"exact ahead": (LookAhead(1), 1), "stale ahead": (LookAhead(1, 1), 1)}
         self.time_dlrm(collection, programs, lambda: batches, STEPS)
 
     def measure_cache(self, share: float) -> None:
         """Times the same with rows in host memory, on batches with keys of their own."""
         collection = fill.collection_of(self.workload, OPTIMIZER, self.mesh, memory=self.memory)
         batches = iter(self.dlrm_batches(collection))
-        programs = {f"{share:.0%} cached": LookAhead(), f"{share:.0%} cached, exact ahead": LookAhead(1)}
-        programs[f"{share:.0%} cached, stacked"] = PER_CALL
+        programs = {f"{share:.0%} cached{name}": way for name, way in CACHE_WAYS.items()}
         num_each = len(self.ids) // len(programs)
         self.time_dlrm(collection, programs, lambda: itertools.islice(batches, num_each), CACHE_STEPS)
 
@@ -182,14 +188,13 @@ class Measured:
     def time_dlrm(
         self,
         collection: jaxsok.Collection,
-        programs: Mapping[str, LookAhead | int],
+        programs: Mapping[str, tuple[LookAhead, int]],
         batches_of: Callable[[], Iterable[Batch]],
         steps: int,
     ) -> None:
-        """Times the step of MLPerf's DLRM with lookups ahead, or with so many steps a call, as `programs` say."""
+        """Times the step of MLPerf's DLRM in each program: its lookups ahead, and the steps of a call."""
         dense_part = dlrm.init_for(collection, self.workload.dim)
-        for program, how in programs.items():
-            ahead, per_call = (LookAhead(), how) if isinstance(how, int) else (how, 1)
+        for program, (ahead, per_call) in programs.items():
             pipeline = Pipeline(Packed(collection), batches_of(), ahead=ahead, prefetch=0, steps_per_call=per_call)
             make = dlrm.step_of if per_call == 1 else dlrm.call_of
             pairs, step = iter(pipeline), make(collection, pipeline.jit)

@@ -15,6 +15,7 @@ from . import records as names
 from .bench_cpu import DISTRIBUTIONS
 from .bench_dcnv2 import SECONDS
 from .bench_skew import ONE_A_TABLE, ONE_IN_ALL
+from .bench_tiers import AHEAD, CALLS
 from .records import BAGS, EVALUATION, FIND_AND_GATHER, GATHER, PROCESSES, STEP, TRAINING, Record
 from .tables import PEER_WHAT
 from .workloads import LIFTED_ADAM
@@ -285,29 +286,29 @@ def _in_tiers() -> Iterable["Target"]:
     """Yields the targets of tables in host memory."""
     for workload, what in (("M1", "128 floats, rowwise Adagrad"), ("M1-64", "64 floats, Adam")):
         for share, least in (("50%", 0.95), ("10%", 0.75), ("2%", 0.45)):
-
-            def reading(found: Found, workload: str = workload, share: str = share) -> float | None:
-                place = {"notes": {"part": "tiers"}, "workload": workload, "distribution": "zipf1.05"}
-                ahead = found.ms(names.DLRM, variant=f"{share} in the cache, looked up ahead", **place)
-                return _over(found.ms(names.DLRM, variant="all on the device", **place), ahead)
-
+            reading = _ratio(_tiers(workload, "all on the device"), _tiers(workload, f"{share} in the cache{AHEAD}"))
             name = f"DLRM, tables in host memory, {share} of their rows cached, {what}: throughput over all on the GPU"
-            yield Target(name, least, reading)
-
-    place, variant = {"workload": "M1", "distribution": "zipf1.05"}, "10% in the cache, looked up ahead"
-    part = {"part": "tiers"}
+            yield Target(name, least, _in_one_run(reading))
+    cached = f"10% in the cache{AHEAD}"
+    programs = (f"10% cached, exact ahead{calls}" for calls in ("", ", stacked"))
     of_processes = {"distribution": "zipf1.05", "front_end": PROCESSES}
-    four = _least_of(
-        (
-            lambda found: found.ms(names.DLRM, notes=part, variant=f"{variant}, 4 devices", **place),
-            _on_mesh(4, "10% cached, exact ahead", names.DLRM, **of_processes),
-        )
-    )
+    on_four = [_on_mesh(4, program, names.DLRM, **of_processes) for program in programs]
+    four = _least_of([_tiers("M1", cached, ", 4 devices"), *on_four])
 
     def speedup(found: Found) -> float | None:
-        return _over(_times(4, found.ms(names.DLRM, notes=part, variant=variant, **place)), four(found))
+        return _over(_times(4, _tiers("M1", cached)(found)), four(found))
 
     yield Target("the same, 10% cached, rowwise Adagrad, 4 GPUs: samples/s over those of one", 3, speedup)
+
+
+def _tiers(workload: str, rows: str, devices: str = "") -> Reading:
+    """Returns the faster of a step a call and of several, where rows lie as told."""
+    place = {"notes": {"part": "tiers"}, "workload": workload, "distribution": "zipf1.05"}
+
+    def way(calls: str) -> Reading:
+        return lambda found: found.ms(names.DLRM, variant=f"{rows}{calls}{devices}", **place)
+
+    return _least_of((way(""), way(CALLS)))
 
 
 def _efficiency(num_devices: int) -> Reading:

@@ -425,10 +425,10 @@ def fit(
         # On a mesh a call also plans later batches.
         call = step if steps_per_call == 1 else scan_over(step)
         call = pipeline.jit(call, jit=compile_ahead, donate_argnums=(0, 1, 2))
-        is_stopped, coming = False, range(1, max(lookahead, staleness) + 1)
+        is_stopped, num_ahead = False, max(lookahead, staleness) * steps_per_call
         for batch, plan in pipeline:
             before = history.num_steps
-            if is_stopped or any(checkpoints.is_due(before + i - 1, before + i) for i in coming):
+            if is_stopped or checkpoints.is_due(before, before + num_ahead):
                 state = collection.drain(state)  # what is saved has no lookup in flight
             if grows:
                 state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
@@ -452,7 +452,7 @@ def scan_over(step: Callable) -> Callable:
             *carry, loss, stats = step(*carry, *inputs)
             return tuple(carry), (loss, stats)
 
-        carry, outputs = jax.lax.scan(body, (state, params, opt_state), (batches, plans))
+        carry, outputs = jaxsok.scan(body, (state, params, opt_state), (batches, plans))
         return *carry, *outputs
 
     return call

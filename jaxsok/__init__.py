@@ -16,6 +16,7 @@ from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
 from jaxsok.planner import Proposal, TableProposal, propose
 from jaxsok.records import Records
+from jaxsok.scanning import scan
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
 from jaxsok.stats_window import StatsWindow, write_scalars
@@ -68,5 +69,6 @@ __all__ = [
     "policies",
     "propose",
     "safe_bags",
+    "scan",
     "write_scalars",
 ]

@@ -323,11 +323,9 @@ class Collection:
             )
         if staleness and micro_batches > 1:
             raise ValueError(f"pipeline: micro_batches: got {micro_batches} with staleness {staleness}, wanted 1.")
-        if steps_per_call > 1 and (lookahead or staleness):
-            raise ValueError(
-                f"pipeline: steps_per_call: got {steps_per_call} with lookups ahead, wanted 1: the first and the last "
-                "steps of lookups ahead are programs of their own."
-            )
+        if steps_per_call > 1 and (staleness or (lookahead and micro_batches > 1)):
+            other = f"staleness {staleness}" if staleness else f"micro_batches {micro_batches} and lookups ahead"
+            raise ValueError(f"pipeline: steps_per_call: got {steps_per_call} with {other}, wanted 1.")
         ahead = pipeline_lib.LookAhead(max(lookahead, staleness), staleness, micro_batches)
         return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch, steps_per_call)
 

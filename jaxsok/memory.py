@@ -406,12 +406,15 @@ def _step_bytes(
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
         lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
         workspace = max(lookup + initial * num_keys, update)
-        # The last are on their way; while they are stacked, there are two of each.
-        parts["batch"] *= 3 * steps_per_call if steps_per_call > 1 else 1 + lookahead + min(1, lookahead)
+        # The last are on their way; while they are stacked, there are two of each. A call with lookups ahead also has
+        # the batches that follow its own.
+        is_stacked = steps_per_call > 1
+        parts["batch"] *= 3 * (1 + lookahead) * steps_per_call if is_stacked else 1 + lookahead + min(1, lookahead)
         plan = (1 + lookahead) * (4 * num_keys + found)
         return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _stage(spec, num_keys, workspace)
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
     planned = 1 + lookahead + JOINED_AHEAD  # calls whose batches have plans
+    planned += lookahead * (steps_per_call > 1)  # a call also has the plans that follow its own
     batches = planned * steps_per_call
     # Others are packed and sent; while they are stacked, there are two of each.
     parts["batch"] *= (planned + PACKED_AHEAD + (steps_per_call > 1)) * steps_per_call

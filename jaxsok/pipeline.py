@@ -336,6 +336,11 @@ class Pipeline:
         following = [not_none(ready.plan) for ready in itertools.islice(self._ready, self._ahead.num_batches)]
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(itertools.takewhile(_is_in_one_round, following))
+        if (
+            plans and self._steps_per_call > 1
+        ):  # each step looks the next one's batch up, the last that of the next call
+            is_same = _is_in_one_round(plan) and _form_of(plan, 1) == _form_of(plans[0], 1)
+            plans = (_following_in_calls(self._collection.shards, plan, plans[0]),) if is_same else ()
         handed_out = [pair for pair in self._collection.growth.following if pair[0]() is not None]
         self._collection.growth.following = [*handed_out, (weakref.ref(batch.features), coming if plans else ())]
         if not plans:
@@ -499,11 +504,11 @@ def _run(stages: Generator[None, None, _Read], settings: tuple | None) -> _Read:
         return _Stages(stages).result()
 
 
-def _form_of(batch: Batch) -> tuple:
-    """Returns the structure of a batch, and the shape and kind of each entry."""
-    leaves, structure = jax.tree.flatten(batch)
+def _form_of(tree: Batch | Plan, first_axis: int = 0) -> tuple:
+    """Returns the structure of a batch or a plan, and of each entry the kind, and the shape from an axis on."""
+    leaves, structure = jax.tree.flatten(tree)
     kinds = [leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype.kind for leaf in leaves]
-    return structure, kinds, [np.shape(leaf) for leaf in leaves]
+    return structure, kinds, [np.shape(leaf)[first_axis:] for leaf in leaves]
 
 
 def _refusal_of(shards: Shards, batch: Batch) -> TypeError | None:
@@ -536,6 +541,16 @@ def _stack_on_devices(
 ) -> tuple[Features, list[Any]]:
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *features)
     return shards.split_stacked(stacked), [jnp.stack(values) for values in entries]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _following_in_calls(shards: Shards, plan: Plan, next_plan: Plan) -> Plan:
+    """Stacks the plans of the batches that follow those of a call; the last one is the first of the next call."""
+
+    def shift(plan: Plan, next_plan: Plan) -> Plan:
+        return jax.tree.map(lambda stack, after: jnp.concatenate([stack[1:], after[:1]]), plan, next_plan)
+
+    return shards.run(shift, (plan, next_plan), (shards.stacked_spec,) * 2, shards.stacked_spec)
 
 
 def _is_in_one_round(plan: Plan) -> bool:

@@ -74,6 +74,9 @@ class Steps:
             else:
                 state, in_flight = self._index(state, following, _step_after(state, plan.updates_before))
             state = dataclasses.replace(state, ahead=(*state.ahead, in_flight))
+        if following_plans and any(store.tier for store in state.stores):
+            stores, embeddings = tiers.begin_after_moves(state.stores, embeddings)
+            state = dataclasses.replace(state, stores=tuple(stores))
         return embeddings, state, plan
 
     def _look_up(

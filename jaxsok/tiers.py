@@ -10,8 +10,11 @@ Kernels work on a view as on any store. Where rows lie on the device, the view i
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, UInt8, UInt32
 
 from jaxsok.kernels import tier as kernels
@@ -83,6 +86,23 @@ def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> Sto
         return finish_moves(store)
     tier, host, counters = kernels.bring_ahead(tier, store.rows, store.records, store.counters, row_ids, num_slots)
     return dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
+
+
+def begin_after_moves(stores: Sequence[StoreState], work: Any) -> tuple[list[StoreState], Any]:
+    """Has what takes `work`, a tree of arrays, run after `bring_rows_ahead` has begun: its moves need that time.
+
+    XLA sees no dependency between the two, and would begin the moves when it happens to.
+    """
+    counters, work = lax.optimization_barrier(([[tier.counters for tier in store.tier] for store in stores], work))
+    stores = [
+        dataclasses.replace(store, tier=tuple(map(_with_counters, store.tier, of_store)))
+        for store, of_store in zip(stores, counters, strict=True)
+    ]
+    return stores, work
+
+
+def _with_counters(tier: kernels.Tier, counters: Array) -> kernels.Tier:
+    return dataclasses.replace(tier, counters=counters)
 
 
 def finish_moves(store: StoreState) -> StoreState:

@@ -235,15 +235,15 @@ ffi::Error Read(Call& call) {
   });
 }
 
-/// Reads rows into memory that the library owns. The counts pass through it, so that it comes before WriteAhead.
+/// Reads rows into memory that the library owns. The counters pass through it: what takes them comes after it.
 ffi::Error ReadAhead(Call& call) {
   TierReader reader(call, true);
   reader.ReadTierCounters();
-  const Array counts = call.InPlace("counts", ffi::U32, {kNumMoveCounts});
   reader.ReadHostAddresses();
-  const Array coming = call.Operand("coming", ffi::U32, {-1, 4});
+  const Moving coming(call, "coming");
   return call.Launch([&](Stream stream) {
-    return LaunchReadAhead(stream, reader.tier(), coming.as<Move>(), counts.as<uint32_t>(), coming.size(0));
+    return LaunchReadAhead(stream, reader.tier(), coming.moves.as<Move>(), coming.counts.as<uint32_t>(),
+                           coming.moves.size(0));
   });
 }
 

@@ -339,8 +339,8 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
                         const Moves& moves, void* workspace);
 
-/// Lists what LaunchBring of the same rows would move, as far as the list and the area have room; LaunchReadAhead and
-/// LaunchWriteAhead, in this order, do it: the next call waits for what is read, but only rarely for what is written.
+/// Lists what LaunchBring of the same rows would move, as far as the list and the area have room; LaunchWriteAhead and
+/// LaunchReadAhead, in this order, do it. The next call waits for what is read, but only rarely for what is written.
 ///
 /// Post   : rows of the call that are in the cache count as used now; the list has the rows that would come, with their
 ///          slots; exactly those of these slots whose rows would leave are marked. No slot is listed
@@ -366,7 +366,8 @@ LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, 
 
 /// Reads rows to the area, while the stream continues, and gives it the ticket of the counters.
 ///
-/// Pre    : the tier has host slabs, counters and area.
+/// Pre    : the tier has host slabs, counters and area; LaunchWriteAhead of the same list, which waited for rows that
+///          were written before, as these may be.
 LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                             int64_t most_moves);
 

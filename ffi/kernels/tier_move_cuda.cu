@@ -547,8 +547,6 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* com
   JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, area->buffers.row_ids, MostAhead(tier.host_bytes), ~0u));
   ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
   TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
-  // A row may be read that was written last time.
-  JAXSOK_RETURN_IF_CUDA(cudaStreamWaitEvent(area->link->reads.stream, area->link->writes.end, 0));
   return BeginOnLane(stream, &area->link->reads, [&](cudaStream_t own) {
     CopyKernel<false><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
                                                              NumLines(tier.host_bytes));

@@ -168,22 +168,17 @@ def bring_ahead(
     work runs: slabs of pinned memory that the library made get it, others nothing.
     """
     listed = _call_placing("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
-    # Reads come first, since the next call waits for them; their counts pass through the call, to keep that order.
+    counts = listed["counts"]
+    host = _write_leaving(host, tier.rows, tier.states, listed["leaving"], counts, target="jaxsok_tier_write_ahead")
+    # It takes the slabs that come back, so the counters do so after both have begun.
     out = call(
         "jaxsok_tier_read_ahead",
-        {
-            "counters": listed["counters"],
-            "counts": listed["counts"],
-            "host": tuple(host),
-            "coming": listed["coming"],
-        },
+        {"counters": listed["counters"], "host": host, "coming": listed["coming"], "counts": counts},
         {},
-        in_place=("counters", "counts"),
+        in_place=("counters",),
         num_slabs=len(host),
         num_states=len(tier.states),
     )
-    moved = listed["leaving"], out["counts"]
-    host = _write_leaving(host, tier.rows, tier.states, *moved, target="jaxsok_tier_write_ahead")
     changed = {name: listed[name] for name in _PLACING_ARRAYS} | {"counters": out["counters"]}
     return dataclasses.replace(tier, **changed), host, listed["store_counters"]
 

@@ -1,5 +1,6 @@
 """`steps_per_call`: calls that scan over stacked batches give the bits of a loop over batches."""
 
+import dataclasses
 import functools
 import signal
 import time
@@ -10,7 +11,6 @@ import numpy as np
 import programs
 import pytest
 from compiled_cases import addresses, table_copies
-from jax import lax
 from jax.sharding import AxisType
 from test_joined_steps import BAGS, bags_of_three, rectangular
 from test_pipeline import GRADIENTS, NUM_SHARDS, collection, even, make_skewed
@@ -30,35 +30,41 @@ def with_scales(raws):
     return [raw | {"scale": np.float32(1 + number / 8)} for number, raw in enumerate(raws)]
 
 
-def train(declared, raws, steps_per_call, *, is_joined=False, grows=False, **options):
-    """Trains on all batches; returns the state, the results of each step, the pipeline, and the steps of each call."""
-    state, results, lengths = declared.init(seed=3), [], []
+def train(declared, raws, steps_per_call, *, is_joined=False, grows=False, drains_at=(), **options):
+    """Trains on all batches, draining before some calls.
+
+    Returns the state, the results of each step, the pipeline, and for each call its steps and the lookups in flight
+    after it.
+    """
+    state, results, lengths, in_flight = declared.init(seed=3), [], [], []
     pipeline = declared.pipeline(with_scales(raws), steps_per_call=steps_per_call, **options)
 
     def call(state, batch, plan):
         if steps_per_call == 1:
             return step_of(declared, state, batch, plan)
-        return lax.scan(lambda state, pair: step_of(declared, state, *pair), state, (batch, plan))
+        return jaxsok.scan(lambda state, pair: step_of(declared, state, *pair), state, (batch, plan))
 
     call = (pipeline.jit if is_joined else jax.jit)(call, donate_argnums=0, compiler_options=programs.quickly())
     for batch, plan in pipeline:
+        state = declared.drain(state) if len(lengths) in drains_at else state
         state = declared.grow(state, batch) if grows else state
         state, (embeddings, stats) = call(state, batch, plan)
         stats.check()
+        in_flight.append(len(state.ahead))
         embeddings = jax.tree.map(np.asarray, embeddings)
         lengths.append(1 if steps_per_call == 1 else len(batch["scale"]))
         for step in range(lengths[-1]):
             results.append(embeddings if steps_per_call == 1 else jax.tree.map(lambda rows: rows[step], embeddings))  # noqa: B023
-    return state, results, pipeline, lengths
+    return state, results, pipeline, lengths, in_flight
 
 
 def assert_same(declared, raws, steps_per_call, **options):
-    """Compares calls of several steps with a loop over batches; returns the pipeline and the steps of each call."""
-    state, results, pipeline, lengths = train(declared, raws, steps_per_call, **options)
-    wanted, of_steps, _, _ = train(declared, raws, 1, grows=options.get("grows", False))
+    """Compares calls of several steps with a loop over batches; returns the rest of what `train` does."""
+    state, results, *others = train(declared, raws, steps_per_call, **options)
+    wanted, of_steps, *_ = train(declared, raws, 1, grows=options.get("grows", False))
     jax.tree.map(np.testing.assert_array_equal, results, of_steps)
     programs.assert_same_state(state, wanted, index=False)
-    return pipeline, lengths
+    return others
 
 
 PLACES = [
@@ -72,26 +78,71 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("num_shards", "axis_type"), PLACES)
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0, "is_joined": True}], ids=["apart", "joined"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefetch": 0, "is_joined": True}, {"lookahead": 1}, {"lookahead": 1, "prefetch": 0, "is_joined": True}],
+    ids=["apart", "joined", "ahead", "ahead, joined"],
+)
 def test_no_bit_changes(num_shards, options, axis_type):
     """The last call has fewer steps."""
     if num_shards is None:
         declared = jaxsok.Collection(*DECLARED)
     else:
         declared = programs.over(num_shards, *DECLARED, axis_type=axis_type)
-    _, lengths = assert_same(declared, [bags_of_three(step) for step in range(8)], 3, **options)
+    _, lengths, in_flight = assert_same(declared, [bags_of_three(step) for step in range(8)], 3, **options)
     assert lengths == [3, 3, 2]
+    assert in_flight == ([1, 1, 0] if "lookahead" in options else [0, 0, 0])
 
 
 DECLARED = [list(rectangular().tables), list(rectangular().features)]
 
 
-def test_a_batch_too_skewed_for_one_round():
-    """All batches of its call go in rounds."""
-    raws = [even(0), even(1), make_skewed(2), *map(even, range(3, 8))]
-    pipeline, lengths = assert_same(collection(), raws, 3)
-    assert lengths == [3, 3, 2]
+@pytest.mark.parametrize("num_shards", [None, 2])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_rows_in_host_memory_have_the_same_bits(num_shards, lookahead):
+    """With a cache smaller than a batch, as on the device."""
+    results = []
+    for memory, per_call in ((None, 1), (jaxsok.HostMemory(device_rows=32), 3)):
+        tables = [dataclasses.replace(table, memory=memory, placement=jaxsok.SHARDED) for table in DECLARED[0]]
+        declared = (
+            programs.over(num_shards, tables, DECLARED[1]) if num_shards else jaxsok.Collection(tables, DECLARED[1])
+        )
+        options = {"lookahead": lookahead} if per_call > 1 else {}
+        state, of_steps, *_ = train(declared, [bags_of_three(step) for step in range(8)], per_call, **options)
+        exports = [declared.export_table(state, table.name) for table in tables]
+        results.append((of_steps, [(each["keys"], each["rows"]) for each in exports]))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_batch_too_skewed_for_one_round(monkeypatch, lookahead):
+    """All batches of its call go in rounds; nothing is looked up ahead for them."""
+    most = jaxsok.pipeline.most_send_capacity
+    monkeypatch.setattr(
+        "jaxsok.pipeline.most_send_capacity", lambda spec, part: 24 if spec.dim == 4 else most(spec, part)
+    )
+    raws = [make_skewed(number) if number == 4 else even(number) for number in range(17)]
+    pipeline, lengths, in_flight = assert_same(collection(), raws, 3, lookahead=lookahead)
+    assert lengths == [3] * 5 + [2]
     assert pipeline.num_replanned == 1
+    assert in_flight == [0, 0, 0, 0, lookahead, 0]  # the calls planned meanwhile have two capacities
+
+
+def test_a_call_of_another_form_is_not_looked_up_ahead():
+    """Stacks of plans need one send capacity and one form; the lookup in flight still lands."""
+    raws = [make_skewed(number) if number == 4 else even(number) for number in range(17)]
+    pipeline, _, in_flight = assert_same(collection(), raws, 3, lookahead=1)
+    assert pipeline.send_capacities[0] == [16, 32]
+    assert in_flight == [0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_a_drained_call_looks_nothing_up_ahead(num_shards):
+    """The one after it does again."""
+    raws = [bags_of_three(step) for step in range(10)]
+    declared = programs.over(num_shards, *DECLARED) if num_shards else jaxsok.Collection(*DECLARED)
+    *_, in_flight = assert_same(declared, raws, 2, lookahead=1, drains_at=(0, 2))
+    assert in_flight == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
@@ -116,18 +167,20 @@ def test_the_largest_load_of_a_call_decides():
     raws = [bags_of_three(step) for step in range(6)]
     skewed = programs.keys_of_owner(2, len(raws[0]["user"]) // 2, "user", NUM_SHARDS)
     raws[4]["user"] = np.concatenate([skewed, raws[4]["user"][len(skewed) :].astype(skewed.dtype)])
-    pipeline, lengths = assert_same(rectangular(), raws, 3)
+    pipeline, lengths, _ = assert_same(rectangular(), raws, 3)
     assert lengths == [3, 3]
     assert pipeline.num_replanned == 1
 
 
-def test_growth_makes_room_for_a_call():
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_growth_makes_room_for_a_call(lookahead):
     """Tables that begin small refuse no key."""
     tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.adagrad(0.1), capacity=8)]
     declared = programs.over(NUM_SHARDS, tables, [jaxsok.FeatureSpec("user", "item"), jaxsok.FeatureSpec("ad", "item")])
     raws = [{"user": np.arange(128) + 128 * step, "ad": np.arange(128)} for step in range(5)]
     gradients = {name: np.ones((128, 4), np.float32) for name in ("user", "ad")}
-    pipeline, state = declared.pipeline(raws, steps_per_call=2), declared.init(seed=0)
+    pipeline = declared.pipeline(raws, steps_per_call=2, lookahead=lookahead)
+    state = declared.init(seed=0)
 
     @functools.partial(pipeline.jit, donate_argnums=0)
     def call(state, plans):
@@ -135,12 +188,43 @@ def test_growth_makes_room_for_a_call():
             _, state, plan = declared.lookup(state, plan)
             return declared.update(state, plan, gradients)
 
-        return lax.scan(step, state, plans)
+        return jaxsok.scan(step, state, plans)
 
     for batch, plan in pipeline:
         state, stats = call(declared.grow(state, batch), plan)
         stats.check()
     assert declared.num_rows(state) == {"item": 128 * 5}
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_full_table_drains_before_rows_leave(num_shards):
+    """No key is refused and no gradient is lost: rows leave between calls, when no lookup is in flight."""
+    eviction = jaxsok.policies.LeastRecentlyUsed()
+    tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(1.0), capacity=64, max_capacity=1024, eviction=eviction)]
+    features = [jaxsok.FeatureSpec("user", "item")]
+    declared = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
+    raws = [{"user": np.concatenate([np.arange(32), np.arange(32) + 32 * step])} for step in range(60)]
+    pipeline, in_flight = declared.pipeline(raws, steps_per_call=4, lookahead=1), []
+    state = declared.init(seed=0)
+
+    @functools.partial(pipeline.jit, donate_argnums=0)
+    def call(state, plans):
+        def step(state, plan):
+            _, state, plan = declared.lookup(state, plan)
+            return declared.update(state, plan, {"user": np.ones((64, 4), np.float32)})
+
+        return jaxsok.scan(step, state, plans)
+
+    for batch, plans in pipeline:
+        state = declared.grow(state, batch)
+        state, stats = call(state, plans)
+        stats.check()
+        in_flight.append(len(state.ahead))
+    assert stats.to_dict()["item"]["num_evicted"] > 0 and set(in_flight) == {0, 1}
+    # All batches have these keys, the first one twice: the sum of their gradients is 61.
+    initial, _ = declared.find(declared.init(seed=0), declared.batch({"user": np.arange(32)}).features)
+    trained, _ = declared.rows_of(state, "item", np.arange(32))
+    np.testing.assert_allclose(trained, np.asarray(initial["user"]) - 61, atol=1e-3)
 
 
 class Numbered:
@@ -200,21 +284,26 @@ def test_a_later_loop_goes_on_behind_an_error(num_shards, steps_per_call, length
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
-def test_a_call_copies_no_table_and_stays_within_the_estimate(num_shards):
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_call_copies_no_table_and_stays_within_the_estimate(num_shards, lookahead):
     """All arrays of the stores keep their buffers (law 9), and XLA's memory is within `memory_estimate`."""
     specs, features = [jaxsok.TableSpec("user", 16, jaxsok.optim.adam(0.05), capacity=1 << 14)], BAGS[:1]
     declared = programs.over(num_shards, specs, features) if num_shards else jaxsok.Collection(specs, features)
     gradients = {"user": np.ones((256, 16), np.float32)}
-    calls = list(declared.pipeline(({"user": np.arange(256) + step} for step in range(12)), steps_per_call=4))
+    raws = ({"user": np.arange(256) + step} for step in range(12))
+    calls = list(declared.pipeline(raws, steps_per_call=4, lookahead=lookahead))
 
     def step(state, plan):
         _, state, plan = declared.lookup(state, plan)
         return declared.update(state, plan, gradients)
 
     call = jax.jit(
-        lambda state, plans: lax.scan(step, state, plans), donate_argnums=0, compiler_options=programs.in_place()
+        lambda state, plans: jaxsok.scan(step, state, plans), donate_argnums=0, compiler_options=programs.in_place()
     )
     state = declared.init(seed=0)
+    if lookahead:  # the first call begins with none in flight, and the last looks nothing up ahead
+        state, _ = call(state, calls.pop(0)[1])
+        calls.pop()
     compiled = call.lower(state, calls[0][1]).compile()
     num_shards = num_shards or 1
     assert not table_copies(compiled.as_text(), (1 << 14) * 16 * 4 // num_shards)
@@ -224,18 +313,21 @@ def test_a_call_copies_no_table_and_stays_within_the_estimate(num_shards):
         stats.check()
     assert addresses(state) == before
     batch = calls[0][0]
-    estimate = declared.memory_estimate(state, batch, steps_per_call=4)
+    estimate = declared.memory_estimate(state, batch, steps_per_call=4, lookahead=lookahead)
     calls = calls if num_shards > 1 else calls[:2]  # that the pipeline holds at a time
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(calls)) // num_shards
     assert held + compiled.memory_analysis().temp_size_in_bytes <= estimate.step_bytes
-    assert declared.memory_estimate(state, batch).step_bytes == estimate.step_bytes
+    assert declared.memory_estimate(state, batch, lookahead=lookahead).step_bytes == estimate.step_bytes
     of_one = declared.memory_estimate(state, declared.batch({"user": np.arange(256)}))
     assert of_one.step_bytes < estimate.step_bytes
 
 
-@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}])
-def test_lookups_ahead_are_refused(options):
-    with pytest.raises(ValueError, match=r"pipeline: steps_per_call: got 2 with lookups ahead, wanted 1"):
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"staleness": 2}, "staleness 2"), ({"lookahead": 1, "micro_batches": 2}, "micro_batches 2 and lookups ahead")],
+)
+def test_other_lookups_ahead_are_refused(options, what):
+    with pytest.raises(ValueError, match=rf"pipeline: steps_per_call: got 2 with {what}, wanted 1"):
         rectangular().pipeline([], steps_per_call=2, **options)
 
 
@@ -309,11 +401,13 @@ def test_ctrl_c_loses_no_batch(num_shards, prefetch):
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
-def test_batches_of_a_pipeline_stay_within_the_estimate(num_shards):
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_batches_of_a_pipeline_stay_within_the_estimate(num_shards, lookahead):
     """Keys of all batches that are alive while calls are handed out, those that are packed ahead included."""
     declared = collection(num_shards)
-    raws = ({name: np.arange(136) + number for name in ("user", "ad")} for number in range(64))  # no other test's size
-    pipeline, most = declared.pipeline(raws, steps_per_call=4), 0
+    size = 136 + 8 * lookahead  # no other test's
+    raws = ({name: np.arange(size) + number for name in ("user", "ad")} for number in range(64))
+    pipeline, most = declared.pipeline(raws, steps_per_call=4, lookahead=lookahead), 0
     call = pipeline.jit(lambda plan: plan.features.stores[0].keys.sum())
     for batch, plan in pipeline:
         call(plan)
@@ -321,5 +415,5 @@ def test_batches_of_a_pipeline_stay_within_the_estimate(num_shards):
         shape = batch.features.stores[0].keys.shape
         # No list: it would keep them alive.
         most = max(most, sum(array.nbytes for array in jax.live_arrays() if array.shape in (shape, shape[1:])))
-        estimate = declared.memory_estimate(batch=batch)
+        estimate = declared.memory_estimate(batch=batch, lookahead=lookahead)
     assert most <= sum(store.step["batch"] for store in estimate.stores) * (num_shards or 1)
