@@ -174,8 +174,9 @@ class Collection:
         salts = to_words(np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64))
         operands = to_words(np.array([seed], np.uint64))[0], self.partition_owners
         step, seed_words, owners, refused = shards.make(_make_rest, len(self.tables), operands=operands, is_split=False)
-        # Derived from the seed, so two runs have the same bits. Exports still distinguish lives with the same words.
-        lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
+        # Not drawn, so two runs have the same bits. Exports still distinguish lives with the same words.
+        own = int(seed), int(self.fingerprint, 16), shards.num_processes
+        lineage = np.random.SeedSequence([*own, lives.IN_THIS_PROCESS.count_init(own)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         with processes.fail_together("init", is_shared=shards.num_processes > 1):
             stores = shards.make(init_stores, self.stores, operands=(salts,))

@@ -1,14 +1,15 @@
 """Lives of states: facts about a state that a process knows and its arrays cannot hold.
 
 A state lives from `init`, or from the folder it was made of, until it is lost. Two runs of one program have the same
-bits, so after `init` the words in `State.lineage` depend on the seed alone. Exports need a name that no other run has,
-and must know which exports a state came from. docs/decisions/0016-lives-belong-to-the-process.md says why the process
-keeps both.
+bits, so after `init` the words in `State.lineage` follow from the seed, the specs, and how many states of both `init`
+has made in the process. Exports need a name that no other run has, and must know which exports a state came from.
+docs/decisions/0016-lives-belong-to-the-process.md says why the process keeps all this.
 """
 
 import dataclasses
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -30,14 +31,21 @@ class Lives:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Both change under `_lock`. An entry never changes or goes, so that `life_of` reads without it.
+        # All change under `_lock`. An entry never changes or goes, so that `life_of` reads without it.
         self._by_words: dict[str, Life] = {}
         self._last_order = 0
+        self._num_inits: Counter[tuple[int, ...]] = Counter()
+
+    def count_init(self, own: tuple[int, ...]) -> int:
+        """Returns how many states `init` has made of these before: the seed, the specs, the number of processes."""
+        with self._lock:
+            self._num_inits[own] += 1
+            return self._num_inits[own] - 1
 
     def begin(self, words: np.ndarray, drawn: np.ndarray, ancestors: Ancestors = ()) -> None:
-        """Names the life of the states with these words by random ones, the same in a job, unless it has a name."""
+        """Names the life of the states with these words by random ones, the same in a job."""
         with self._lock:
-            self._by_words.setdefault(_hexadecimal(words), Life(_hexadecimal(drawn), ancestors))
+            self._by_words[_hexadecimal(words)] = Life(_hexadecimal(drawn), ancestors)
 
     def life_of(self, words: np.ndarray) -> Life:
         """Returns the life of a state; one that did not begin in this process is named by its words."""

@@ -17,7 +17,7 @@ from jaxsok.plan import Plan
 from jaxsok.store import State
 
 
-def scan(step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, unroll: int | bool = 1) -> tuple[Any, Any]:
     """Does `lax.scan(step, init, xs)` where the first step may begin or end lookups ahead.
 
     `pipeline(..., lookahead=1, steps_per_call=n)` needs it; without lookups ahead it is `lax.scan`. Where the state
@@ -27,6 +27,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tup
       step: (carry, x) to (carry, y). Traced once more than by `lax.scan`.
       init: a pytree with the state of a collection, as for `lax.scan`.
       xs: a pytree of arrays and plans, stacked along a leading axis.
+      unroll: as for `lax.scan`.
 
     Returns:
       The carry after the last step, and the results of all steps, stacked.
@@ -56,9 +57,9 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tup
     first, others = (jax.tree.map(lambda stacked, part=part: stacked[part], xs) for part in (0, slice(1, None)))
     after, _ = jax.eval_shape(step, init, first)
     if jax.tree.structure(after) == jax.tree.structure(init):
-        return lax.scan(step, init, xs)
+        return lax.scan(step, init, xs, unroll=unroll)
     carry, y = step(init, first)
-    carry, ys = lax.scan(step, carry, others)
+    carry, ys = lax.scan(step, carry, others, unroll=unroll)
     return carry, jax.tree.map(lambda one, rest: jnp.concatenate([jnp.asarray(one)[None], rest]), y, ys)
 
 

@@ -616,19 +616,40 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
         checkpoint.export_delta(tmp_path / "none", collection, state, tmp_path / "gone")
 
 
-def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
-    """The seed is equal, but another process started over, or rows were restored without the optimizer state."""
+@pytest.mark.parametrize("is_same_process", [True, False])
+def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch, is_same_process):
+    """The seed is equal, but training started over, or rows were restored without the optimizer state."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())  # as in another process
+    if not is_same_process:
+        monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())
     others = [
         train(collection, collection.init(seed=1), 2),
+        train(two(), two().init(seed=1), 2),
         checkpoint.load(tmp_path / "full", collection, optimizer_state="initial"),
     ]
     for other in others:
         with pytest.raises(ValueError, match="write a full export"):
             checkpoint.export_delta(tmp_path / "delta", collection, other, tmp_path / "full")
+    if is_same_process:  # the first state goes on
+        state = train(collection, state, 1)
+        checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
+        again = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)
+        assert_same(content(collection, again), content(collection, state))
+
+
+def test_the_lineage_of_a_run_is_that_of_another(monkeypatch):
+    """The first state of a seed, and the second, have the same words as in another process (law 3)."""
+
+    def run():
+        return [np.asarray(two().init(seed=seed).lineage).tolist() for seed in (1, 2, 1, 1, 2)]
+
+    monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())
+    first = run()
+    assert len(set(map(tuple, first))) == 5
+    monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())
+    assert run() == first
 
 
 def test_a_state_brought_forward_by_deltas_may_go_on(chain, tmp_path):

@@ -30,7 +30,7 @@ def with_scales(raws):
     return [raw | {"scale": np.float32(1 + number / 8)} for number, raw in enumerate(raws)]
 
 
-def train(declared, raws, steps_per_call, *, is_joined=False, grows=False, drains_at=(), **options):
+def train(declared, raws, steps_per_call, *, is_joined=False, grows=False, drains_at=(), unroll=1, **options):
     """Trains on all batches, draining before some calls.
 
     Returns the state, the results of each step, the pipeline, and for each call its steps and the lookups in flight
@@ -42,7 +42,7 @@ def train(declared, raws, steps_per_call, *, is_joined=False, grows=False, drain
     def call(state, batch, plan):
         if steps_per_call == 1:
             return step_of(declared, state, batch, plan)
-        return jaxsok.scan(lambda state, pair: step_of(declared, state, *pair), state, (batch, plan))
+        return jaxsok.scan(lambda state, pair: step_of(declared, state, *pair), state, (batch, plan), unroll=unroll)
 
     call = (pipeline.jit if is_joined else jax.jit)(call, donate_argnums=0, compiler_options=programs.quickly())
     for batch, plan in pipeline:
@@ -141,7 +141,7 @@ def test_a_drained_call_looks_nothing_up_ahead(num_shards):
     """The one after it does again."""
     raws = [bags_of_three(step) for step in range(10)]
     declared = programs.over(num_shards, *DECLARED) if num_shards else jaxsok.Collection(*DECLARED)
-    *_, in_flight = assert_same(declared, raws, 2, lookahead=1, drains_at=(0, 2))
+    *_, in_flight = assert_same(declared, raws, 2, lookahead=1, drains_at=(0, 2), unroll=2)
     assert in_flight == [0, 1, 0, 1, 0]
 
 

@@ -631,6 +631,43 @@ def test_scans_over_steps(mode):
             np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
 
 
+def test_scans_look_up_ahead(mode):
+    """`jaxsok.scan` over the split state of model and optimizer gives the bits of a loop over batches."""
+    collection = cases.one_device()
+
+    @nnx.jit
+    def step(model, optimizer, batch, plan):
+        loss, grads = layers.value_and_grad(lambda model: cases.loss_of(model(plan), batch["label"]))(model)
+        optimizer.update(model, grads)
+        return loss, model.embed.update(grads)
+
+    @nnx.jit
+    def call(model, optimizer, batches, plans):
+        graphdef, state = nnx.split((model, optimizer))
+
+        def body(state, pair):
+            merged = nnx.merge(graphdef, state, copy=True)
+            return nnx.state(merged), step(*merged, *pair)
+
+        state, results = jaxsok.scan(body, state, (batches, plans))
+        nnx.update((model, optimizer), state)
+        return results
+
+    runs = []
+    for run, options in ((step, {}), (call, {"lookahead": 1, "steps_per_call": 2})):
+        declared, losses, in_flight = declare(collection), [], []
+        for batch, plan in collection.pipeline(cases.raw_batches(6), **options):
+            declared[0].embed.grow(batch)
+            loss, stats = run(*declared, batch, plan)
+            stats.check()
+            losses += np.ravel(loss).tolist()
+            in_flight.append(len(state_of(declared[0]).ahead))
+        assert in_flight == ([1, 1, 0] if options else [0] * 6)
+        exports = [collection.export_table(state_of(declared[0]), spec.name) for spec in collection.tables]
+        runs.append((losses, [(each["keys"], each["rows"]) for each in exports]))
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+
+
 # Several lookups --------------------------------------------------------------------------------------------------
 
 
