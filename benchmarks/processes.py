@@ -37,13 +37,12 @@ from jaxsok.pipeline import LookAhead, Pipeline
 
 from . import bench_tiers, dlrm, fill, peers, records, workloads
 from .bench_exchange import Packed, default_scaling, mesh_of
+from .bench_tiers import PER_CALL
 from .limits import varied_floats
 from .records import BAGS, PROCESSES, Record, Recorder
 from .timing import list_launched, summary
 
 NUM_KEY_SETS = 4
-PER_CALL = 8
-"""Steps of a call, where a call has several."""
 STEPS = 48
 CACHE_STEPS = 16
 """Steps of a repetition; with rows in host memory each has keys of its own."""

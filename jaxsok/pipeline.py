@@ -336,9 +336,8 @@ class Pipeline:
         following = [not_none(ready.plan) for ready in itertools.islice(self._ready, self._ahead.num_batches)]
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(itertools.takewhile(_is_in_one_round, following))
-        if (
-            plans and self._steps_per_call > 1
-        ):  # each step looks the next one's batch up, the last that of the next call
+        if plans and self._steps_per_call > 1:
+            # Each step looks up the batch of the next one, the last step that of the next call.
             is_same = _is_in_one_round(plan) and _form_of(plan, 1) == _form_of(plans[0], 1)
             plans = (_following_in_calls(self._collection.shards, plan, plans[0]),) if is_same else ()
         handed_out = [pair for pair in self._collection.growth.following if pair[0]() is not None]

@@ -52,21 +52,19 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, unr
       >>> state.step
       Array(6, dtype=uint32)
     """
-    if any(isinstance(node, State) and node.drains for node in _nodes(init, State)):
-        xs = jax.tree.map(_alone, xs, is_leaf=lambda node: isinstance(node, Plan))
-    first, others = (jax.tree.map(lambda stacked, part=part: stacked[part], xs) for part in (0, slice(1, None)))
+    nodes = jax.tree.leaves(init, is_leaf=lambda node: isinstance(node, State))
+    if any(isinstance(node, State) and node.drains for node in nodes):
+        xs = jax.tree.map(_without_following, xs, is_leaf=lambda node: isinstance(node, Plan))
+    first = jax.tree.map(lambda stacked: stacked[0], xs)
     after, _ = jax.eval_shape(step, init, first)
     if jax.tree.structure(after) == jax.tree.structure(init):
         return lax.scan(step, init, xs, unroll=unroll)
     carry, y = step(init, first)
+    others = jax.tree.map(lambda stacked: stacked[1:], xs)
     carry, ys = lax.scan(step, carry, others, unroll=unroll)
     return carry, jax.tree.map(lambda one, rest: jnp.concatenate([jnp.asarray(one)[None], rest]), y, ys)
 
 
-def _nodes(tree: Any, kind: type) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-
-
-def _alone(node: Any) -> Any:
+def _without_following(node: Any) -> Any:
     """Returns a plan without those that its lookup looks up ahead; other leaves as they are."""
     return dataclasses.replace(node, following=()) if isinstance(node, Plan) else node

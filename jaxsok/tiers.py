@@ -94,15 +94,12 @@ def begin_after_moves(stores: Sequence[StoreState], work: Any) -> tuple[list[Sto
     XLA sees no dependency between the two, and would begin the moves when it happens to.
     """
     counters, work = lax.optimization_barrier(([[tier.counters for tier in store.tier] for store in stores], work))
-    stores = [
-        dataclasses.replace(store, tier=tuple(map(_with_counters, store.tier, of_store)))
-        for store, of_store in zip(stores, counters, strict=True)
-    ]
-    return stores, work
-
-
-def _with_counters(tier: kernels.Tier, counters: Array) -> kernels.Tier:
-    return dataclasses.replace(tier, counters=counters)
+    after = []
+    for store, of_store in zip(stores, counters, strict=True):
+        pairs = zip(store.tier, of_store, strict=True)
+        tier = tuple(dataclasses.replace(tier, counters=after_moves) for tier, after_moves in pairs)
+        after.append(dataclasses.replace(store, tier=tier))
+    return after, work
 
 
 def finish_moves(store: StoreState) -> StoreState:

@@ -849,7 +849,7 @@ def read_back(form, path):
     return {str(int(number)) for array in found for number in array}
 
 
-def race(writers, form, rounds, overwrite):
+def check_races(writers, form, rounds, overwrite):
     root, both = writers
     for number in range(rounds):
         path = root / f"{form}.{overwrite}.{number}_of_{rounds}"
@@ -875,18 +875,18 @@ FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
 @pytest.mark.parametrize("form", FORMS_RACED)
 def test_of_two_writers_of_one_path_one_succeeds(writers, form):
     """Two processes write at the same time, like a preempted job and its successor."""
-    race(writers, form, 8, False)
+    check_races(writers, form, 8, False)
 
 
 @pytest.mark.parametrize("form", FORMS_RACED[2:])
 def test_two_writers_that_may_overwrite_do_not_mix(writers, form):
-    race(writers, form, 8, True)
+    check_races(writers, form, 8, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS_RACED)
 def test_many_rounds_of_two_writers(writers, form):
-    race(writers, form, 200, False)
+    check_races(writers, form, 200, False)
 
 
 def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):

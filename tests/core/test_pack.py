@@ -151,7 +151,7 @@ def is_plain(value):
     return all(array is None or array.dtype.isnative for array in arrays)
 
 
-def same(got, want):
+def assert_same(got, want):
     """Requires trees to be equal: static parts, dtypes and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -185,7 +185,7 @@ def test_threads_pack_what_numpy_packs(num_shards, drawn, pad_to, is_narrow):
     got, want = both(declare(kinds, num_shards), raw, pad_to, is_narrow)
     if all(is_plain(value) for name, value in raw.items() if name != "label"):
         assert got is not None and not isinstance(want, Exception)
-        same((got.features, got.mask, got.rest), (want.features, want.mask, want.rest))
+        assert_same((got.features, got.mask, got.rest), (want.features, want.mask, want.rest))
     else:
         assert got is None
 
@@ -329,7 +329,7 @@ def test_refusals_are_those_of_numpy(name, num_shards):
         if "one number of samples" not in str(caught.value):  # checked before either packs
             assert str(caught.value) == str(want)
     elif got is not None:
-        same(got.features, want.features)
+        assert_same(got.features, want.features)
 
 
 @pytest.mark.parametrize("pad_to", [None, 4])
@@ -338,9 +338,9 @@ def test_no_bags(pad_to):
     collection = declare(("ragged",), None)
     got, want = both(collection, {"0 ragged": BAGS([], lengths=[])}, pad_to)
     of_arrays = both(collection, {"0 ragged": BAGS(KEYS[:0], lengths=KEYS[:0])}, pad_to)[1]
-    same(want.features, of_arrays.features)
+    assert_same(want.features, of_arrays.features)
     if got is not None:
-        same(got.features, want.features)
+        assert_same(got.features, want.features)
 
 
 def test_the_first_bad_feature_is_named():
@@ -403,7 +403,7 @@ def test_batches_in_turn_are_those_of_numpy(num_shards, drawn, is_narrow):
     for raw, pad_to, num_threads in turns:
         packer.num_threads = num_threads
         got, want = collection.batch(raw, pad_to=pad_to), packer.pack_by_numpy(raw, pad_to, is_split)
-        same((got.features, got.mask, got.rest), (want.features, want.mask, want.rest))
+        assert_same((got.features, got.mask, got.rest), (want.features, want.mask, want.rest))
 
 
 @pytest.mark.parametrize("num_shards", [None, 4])
@@ -431,7 +431,7 @@ def test_what_a_batch_holds_may_change_its_type(num_shards):
         values += [ragged, ragged]
     first = collection.batch({"0 single": columns[0], "1 ragged": values[0]}).features
     for column, value in zip(columns, values, strict=True):
-        same(collection.batch({"0 single": column, "1 ragged": value}).features, first)
+        assert_same(collection.batch({"0 single": column, "1 ragged": value}).features, first)
     assert keys_of(first.keys("0 single")) == rows[:, 1].tolist()
 
 
@@ -490,7 +490,7 @@ def test_a_bad_batch_after_good_ones(name, num_shards):
     wants = [packer.pack_by_numpy(good, None, num_shards is not None) for good in goods]
     for _ in range(2):
         for good, want in zip(goods, wants, strict=True):
-            same(collection.batch(good).features, want.features)
+            assert_same(collection.batch(good).features, want.features)
         try:
             want = packer.pack_by_numpy(bad, None, num_shards is not None)
         except (TypeError, ValueError) as error:
@@ -499,7 +499,7 @@ def test_a_bad_batch_after_good_ones(name, num_shards):
             if "one number of samples" not in str(caught.value):  # checked before either packs
                 assert str(caught.value) == str(error)
         else:
-            same(collection.batch(bad).features, want.features)
+            assert_same(collection.batch(bad).features, want.features)
 
 
 def test_lengths_are_no_offsets():
@@ -630,7 +630,7 @@ def test_without_the_library_numpy_packs(monkeypatch):
     try:
         assert not kernel.is_available()
         assert collection.packer.start_checked(raw, None, False).wait() is None
-        same(collection.batch(raw).features, want.features)
+        assert_same(collection.batch(raw).features, want.features)
     finally:
         monkeypatch.undo()
         kernel._functions.cache_clear()
@@ -643,7 +643,7 @@ def test_numpy_packs_what_is_on_the_device_or_shared():
         raw = {"0 single": KEYS, "1 single": value}
         got, want = both(collection, raw, None)
         assert got is None
-        same(collection.batch(raw).features, want.features)
+        assert_same(collection.batch(raw).features, want.features)
 
 
 def test_a_batch_of_constants_inside_a_program():
@@ -883,7 +883,7 @@ def test_batches_are_completed_in_any_order(num_shards, num_threads):
         assert keys_of(got.features.keys("0 single_weighted")) == (np.arange(80_000) + 10**6 * i).tolist()
         assert set(weights_of(got.features, "0 single_weighted")) == {i}
         if i == 1:
-            same(got.features, want.features)
+            assert_same(got.features, want.features)
 
 
 def test_a_batch_that_nobody_completes():

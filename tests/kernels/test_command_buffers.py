@@ -528,7 +528,7 @@ def test_what_is_moved_ahead_stays_outside():
 
 
 def test_what_is_moved_ahead_begins_before_the_model():
-    """In a loop, too, where XLA would begin it at the end of a step: then nothing is left beside which rows cross."""
+    """Rows cross the link while the model runs; left alone, XLA begins the moves at the end of an iteration."""
     order = compile_case("marked")["order"]
     assert order[:2] == ["tier_write_ahead", "tier_read_ahead"] and "dot_general" in order[2:]
 

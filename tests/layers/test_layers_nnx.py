@@ -118,18 +118,18 @@ def lookup_alone(model, batch):
 @hypothesis.settings(max_examples=10)
 @given(ops=OPS)
 def test_any_run_is_that_of_the_oracle(ops):
-    """Any run in graph mode agrees with the oracle; see `any_run`."""
-    any_run("graph", ops)
+    """Any run in graph mode agrees with the oracle; see `check_any_run`."""
+    check_any_run("graph", ops)
 
 
 @hypothesis.settings(max_examples=5)
 @given(ops=OPS)
 def test_any_run_in_tree_mode(ops):
     """Any run in tree mode agrees too; a few runs suffice, since the layer itself does not ask for the mode."""
-    any_run("tree", ops)
+    check_any_run("tree", ops)
 
 
-def any_run(name, ops):
+def check_any_run(name, ops):
     """Runs steps, micro-batches, evaluations, skipped steps and growth in any order (law 1)."""
     with in_mode(name):
         collection = cases.one_device()
