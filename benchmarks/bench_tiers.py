@@ -6,7 +6,8 @@ Question: how much of the throughput is left when half, a tenth and a fiftieth o
 Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples a device, one key a bag, Zipf 1.05 over all
           rows; 128 floats with rowwise Adagrad, and 64 with Adam. Every step has keys of its own. All rows are in the
           tables, and in host memory, before anything is timed; they were filled from the rarest to the most frequent,
-          so that the cache begins with about what it would hold after a long run.
+          so that the cache begins with about what it would hold after a long run. The model's other input lies on
+          the device.
 Limit:    the larger of the step on the device and the records that crossed the link over the rate of that path ("bring
           random rows": nearly all of them are read, and as many written).
 Command:  `python -m jaxsok bench --only tiers [--devices 1,4]`
@@ -124,6 +125,8 @@ class _Bench:
             "dense": np.random.default_rng(0).random((workload.num_bags, dlrm.NUM_DENSE), np.float32),
             "label": (np.arange(workload.num_bags) % 2).astype(np.float32),
         }
+        if self._num_devices == 1:  # the host's copies would set the pace of the steps that are compared
+            rest = jax.device_put(rest)
         batches = [collection.batch(fill.raw_of(collection, workload, step_ids) | rest) for step_ids in ids]
         carry, num_each = (self._state, *dlrm.init_for(collection, workload.dim)), len(batches) // 4
         del self._state
