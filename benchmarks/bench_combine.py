@@ -5,7 +5,7 @@ Workload: W5 (bags of 20), with the gradients of all bags.
 Limit:    its bytes over the bandwidth of a copy (gradients of the bags in, once, and of the rows out); grouping is not
           counted.
 Command:  `python -m jaxsok bench --only combine --workloads W5`
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/performance.md (H200, commit 3ba843f4).
 """
 
 import jax

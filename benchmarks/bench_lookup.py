@@ -4,7 +4,7 @@ Question: how near does a dynamic table come to a bare gather of the same rows, 
 Workload: W1 to W6; evaluation (`Collection.find`) and training (`Collection.lookup`), all keys present.
 Limit:    the bare gather, row ids given (`limits.gather`); bytes of `limits.forward_bytes`.
 Command:  `python -m jaxsok bench --only lookup --workloads W1`
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/performance.md (H200, commit 3ba843f4).
 """
 
 from . import records

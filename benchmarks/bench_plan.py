@@ -5,7 +5,7 @@ Workload: the keys of W1, W5 and W6.
 Limit:    the bytes of keys in and plan out over the bandwidth of a copy (`limits.plan_bytes`); the scratch index that
           finds equal keys comes on top, and a sort in its place would move more.
 Command:  `python -m jaxsok bench --only plan --workloads W1`
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/performance.md (H200, commit 3ba843f4).
 
 The peer is `jnp.unique` of the static rows with inverse and counts, which sorts: 32 bits a key where jaxsok has 64 and
 a table.

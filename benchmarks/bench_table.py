@@ -6,7 +6,7 @@ Workload: H1; find and find_or_insert of keys drawn at random from those in the 
 Limit:    find: one 64-byte line a key (`limits.probe`). Find + gather: the bare gather of the same rows. New keys: the
           bytes they must move (`limits.insert_bytes`), their rows included.
 Command:  `python -m jaxsok bench --only table`
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/performance.md (H200, commit 3ba843f4).
 """
 
 import time

@@ -4,7 +4,7 @@ Question: what does a step of a dynamic table cost, against static tables and ag
 Workload: W1 to W6 under each of their optimizers; all keys present, one fixed gradient.
 Limit:    the bare gather, then read-modify-write of the unique rows (`limits.py`), state included, sorting not.
 Command:  `python -m jaxsok bench --only update --workloads W1`
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/performance.md (H200, commit 3ba843f4).
 """
 
 from . import records

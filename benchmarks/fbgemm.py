@@ -5,7 +5,7 @@ Workload: W1 to W6, with the ids of `workloads.py`, so that jaxsok and TBE look 
 Limit:    that of jaxsok's forward and step (`limits.py`).
 Command:  `python -m jaxsok bench` starts it first where torch and fbgemm_gpu can be imported; by hand:
           `python -m benchmarks.fbgemm --workloads W1 --out fbgemm.json`.
-Last result: docs/performance.md (H200, commit 7db9096).
+Last result: docs/performance.md (H200, commit 3ba843f4).
 
 Each workload is measured with `bounds_check_mode=NONE` ("fbgemm_unchecked": the honest peer, since a static table needs
 no check to be right on right ids) and with the module's default, WARNING ("fbgemm_default": what a user gets). Forward
