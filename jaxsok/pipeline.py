@@ -25,9 +25,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -106,6 +106,8 @@ class _Coming:
     sizes: _Sizes
     capacities: tuple[int, ...]
     """The send capacity of each store, which the program of its plan is compiled for."""
+    state: Any
+    """The iterator's state after it."""
     plan: Plan | None = None
     loads: Loads = ()
 
@@ -115,27 +117,53 @@ _Read = tuple[Packing, Any] | None
 
 
 class _Stages:
-    """A future that has no thread: the caller that needs its result runs its stages.
+    """A future that has no thread: the caller that needs its result reads, packs and sends a batch, in stages.
 
-    Ctrl-C is raised at once, and again for a later loop, which would otherwise go on without the batch.
+    Ctrl-C is raised at once, and a later loop does the stage again.
     """
 
-    def __init__(self, stages: Generator[None, None, _Read]):
-        self._stages, self._result, self._error, self._is_done = stages, None, None, False
-        self.run_next()
+    def __init__(self, pipeline: "Pipeline"):
+        self._pipeline, self._raw, self._begun, self._packed, self._state = pipeline, (), None, None, None
+        self._result, self._error, self._is_done = None, None, False
 
     def run_next(self) -> None:
-        """Runs up to the next yield, if there is one left."""
+        """Runs one stage, if there is one left."""
         if self._is_done:
             return
         try:
-            next(self._stages)
-        except StopIteration as end:
-            self._result, self._is_done = end.value, True
-        except BaseException as error:
-            self._error, self._is_done = error, True
-            if not isinstance(error, Exception):
-                raise
+            self._run_stage(self._pipeline._collection.packer)
+        except Exception as error:
+            self._error, self._is_done, self._pipeline._is_read = error, True, True
+        except BaseException:
+            self._begun = None  # it is packed again
+            raise
+
+    def _run_stage(self, packer: Packer) -> None:
+        """Reads a batch and begins to pack it; waits until it is packed; or sends it."""
+        if self._packed is not None:
+            self._result = packer.send(self._packed), self._state
+            self._is_done = True
+        elif self._begun is not None:
+            packed = packer.complete(self._begun)
+            # The reader may fill its own arrays again before the batch is handed out.
+            copies = {name: np.array(value) for name, value in packed.rest.items() if isinstance(value, np.ndarray)}
+            self._packed = dataclasses.replace(packed, rest=packed.rest | copies) if copies else packed
+            self._raw = ()
+        elif self._raw or self._read():
+            self._state = self._pipeline._state_of_batches()
+            self._begun = packer.begin(self._raw[0], self._pipeline._pad_to)
+        else:
+            self._is_done = True
+
+    def _read(self) -> bool:
+        """Reads the raw batch; returns False if there is none."""
+        if not self._pipeline._is_read:
+            for raw in self._pipeline._batches:  # no Ctrl-C comes before it is kept, as after a call of `next`
+                self._raw = (raw,)
+                break
+            else:
+                self._pipeline._is_read = True
+        return bool(self._raw)
 
     def exception(self) -> BaseException | None:
         """Runs all stages; returns what one of them raised."""
@@ -151,7 +179,11 @@ class _Stages:
 
 
 class Pipeline:
-    """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested."""
+    """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested.
+
+    Ctrl-C loses no batch. Batches wait in tuples, and move from one to the next by a single assignment without a call:
+    what may be interrupted or fail, as a plan, is done before, and a later loop does it again.
+    """
 
     def __init__(
         self,
@@ -169,14 +201,13 @@ class Pipeline:
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, or are packed; with the iterator's state after each.
-        self._packed: deque[concurrent.futures.Future[_Read] | _Stages] = deque()
+        self._packed: tuple[concurrent.futures.Future[_Read] | _Stages, ...] = ()
         # Batches of the next call, perhaps one of another form after them; with the iterator's state after each.
-        self._taken: list[tuple[Batch, Any, tuple]] = []
-        # Batches with plans under way, then with plans whose capacities suffice, and the iterator's state after each.
-        # After a loop that breaks off a second one goes on with them.
-        self._under_way: deque[_Coming] = deque()
-        self._ready: deque[_Coming] = deque()
-        self._states: deque[Any] = deque()
+        self._taken: tuple[tuple[Batch, Any, tuple | None], ...] = ()
+        # Batches with plans under way, then with plans whose capacities suffice. After a loop that breaks off a second
+        # one goes on with them.
+        self._under_way: tuple[_Coming, ...] = ()
+        self._ready: tuple[_Coming, ...] = ()
         self._num_handed_out = 0
         self._state = self._state_of_batches()
         self._is_read = False  # nothing is read any more: there is no more, or reading failed, or the loop is over
@@ -185,7 +216,9 @@ class Pipeline:
         self._left: _Coming | None = None  # the last batch read, whose plan is left to the next such step
         self._handed_out: _Coming | None = None  # None: its plan needs rounds
         self._sizes = _Sizes((), [], [])  # of the batch read last
+        self._loop: object = None  # the newest one
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
+        self._reading = threading.Lock()  # held by the reader: Ctrl-C while its thread starts may leave two
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
 
@@ -261,8 +294,8 @@ class Pipeline:
             features = taken.batch.features if taken is not None else jax.tree.map(jnp.copy, current.batch.features)
             results, plan, loads = program_of(current.capacities)(features, *args, **kwargs)
             if taken is not None:
-                taken.plan, taken.loads, self._left = dataclasses.replace(plan, features=features), loads, None
-                self._under_way.append(taken)
+                taken.plan, taken.loads = dataclasses.replace(plan, features=features), loads
+                self._under_way, self._left = (*self._under_way, taken), None
             return results
 
         return call
@@ -281,167 +314,161 @@ class Pipeline:
         return None if get_state is None else get_state()
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        ready, self._is_read = self._ready, False
+        self._is_read, self._loop = False, (loop := object())
         try:
             self._make_ready(1)
-            while ready:
+            while self._ready:
                 self._make_ready(1 + self._ahead.reach)
                 self._pack(self._num_packed)
-                coming = ready.popleft()
+                coming = self._ready[0]
                 plan = self._with_following(coming.batch, not_none(coming.plan))
-                self._state = self._states.popleft()
-                self._handed_out = coming if self._joins and _is_in_one_round(plan) else None
+                handed_out = coming if self._joins and _is_in_one_round(plan) else None
+                self._ready, self._state, self._handed_out = self._ready[1:], coming.state, handed_out
+                self._num_handed_out += 1
                 yield coming.batch, plan
                 self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
-            self._is_read, self._handed_out = True, None
-            ended = [packed for packed in self._packed if packed.exception() or packed.result()]
-            self._packed.clear()
-            self._packed.extend(ended)
+            if self._loop is loop:
+                self._is_read, self._handed_out = True, None
+                self._packed = tuple([packed for packed in self._packed if self._wait_for(packed) or packed.result()])
         if (error := self._failed) is not None:
             self._failed = None  # a later loop goes on behind it
             raise error
 
     def _make_ready(self, num_batches: int) -> None:
         """Checks the plans of the next batches; the plans of those behind them are under way then."""
-        under_way, is_planned = self._under_way, self._collection.shards.num_shards > 1
+        is_planned = self._collection.shards.num_shards > 1
         # On one device, too, a batch that is looked up ahead begins its copy before the step before that one.
         num_under_way = PLANS_AHEAD if is_planned else min(1, self._ahead.num_batches)
         if self._joins:
             num_under_way = JOINED_AHEAD
         while len(self._ready) < num_batches:
-            if not under_way:
+            if not self._under_way:
                 self._plan_left()
-            if not under_way:
+            if not self._under_way:
                 self._dispatch_next(is_planned)
-            if not under_way:
+            if not self._under_way:
                 return
-            coming = under_way.popleft()
+            coming = self._under_way[0]
             if is_planned:  # before the next batch is planned, since this one's counts choose its capacities
                 self._check(coming)
-            self._ready.append(coming)
-            while len(under_way) + (self._left is not None) < num_under_way:
+            self._ready, self._under_way = (*self._ready, coming), self._under_way[1:]
+            while len(self._under_way) + (self._left is not None) < num_under_way:
                 self._plan_left()
-                is_left = self._joins and len(under_way) + 1 == num_under_way
+                is_left = self._joins and len(self._under_way) + 1 == num_under_way
                 if not self._dispatch_next(is_planned, is_left):
                     break
 
     def _with_following(self, batch: Batch, plan: Plan) -> Plan:
         """Gives a plan the plans that its lookup looks up ahead, and notes their keys for the growth of the tables."""
-        self._num_handed_out += 1
         if not self._ahead.num_batches:
             return plan
-        coming = tuple(ready.batch.features for ready in itertools.islice(self._ready, self._ahead.reach))
-        following = [not_none(ready.plan) for ready in itertools.islice(self._ready, self._ahead.num_batches)]
+        behind = self._ready[1:]
+        coming = tuple(ready.batch.features for ready in behind[: self._ahead.reach])
+        following = [not_none(ready.plan) for ready in behind[: self._ahead.num_batches]]
         # Requests that need rounds are looked up when their turn comes, and so are those behind them.
         plans = tuple(itertools.takewhile(_is_in_one_round, following))
         if plans and self._steps_per_call > 1:
             # Each step looks up the batch of the next one, the last step that of the next call.
             is_same = _is_in_one_round(plan) and _form_of(plan, 1) == _form_of(plans[0], 1)
             plans = (_following_in_calls(self._collection.shards, plan, plans[0]),) if is_same else ()
-        handed_out = [pair for pair in self._collection.growth.following if pair[0]() is not None]
-        self._collection.growth.following = [*handed_out, (weakref.ref(batch.features), coming if plans else ())]
+        growth, own = self._collection.growth, batch.features
+        handed_out = [pair for pair in growth.following if (other := pair[0]()) is not None and other is not own]
+        growth.following = [*handed_out, (weakref.ref(own), coming if plans else ())]
         if not plans:
             return plan
-        is_updated = self._num_handed_out % self._ahead.micro_batches == 0
+        is_updated = (self._num_handed_out + 1) % self._ahead.micro_batches == 0
         return dataclasses.replace(
             plan, following=plans, staleness=self._ahead.staleness, updates_before=int(is_updated)
         )
 
     def _pack(self, num_batches: int) -> None:
         """Reads and packs until there are `num_batches` batches, or no more; waits for the first."""
-        packed = self._packed
-        while len(packed) < num_batches and not self._is_read:
+        while len(self._packed) < num_batches and not self._is_read:
             if self._reader is not None:
-                packed.append(self._reader.submit(_run, self._read_and_pack(), current_settings()))
+                self._packed = (*self._packed, concurrent.futures.Future())
+                self._reader.submit(self._fill, current_settings())
                 continue
-            if packed and isinstance(last := packed[-1], _Stages):
+            if self._packed and isinstance(last := self._packed[-1], _Stages):
                 last.run_next()  # until it is packed, since the reader may fill its arrays again
-            packed.append(_Stages(self._read_and_pack()))
-        if packed:
-            packed[0].exception()
+            stages = _Stages(self)
+            self._packed = (*self._packed, stages)
+            stages.run_next()
+        if self._packed:
+            self._wait_for(self._packed[0])
 
-    def _read_and_pack(self) -> Generator[None, None, _Read]:
-        """Returns the next batch. While it is packed, there is other work to do, and so there is before it is sent."""
-        if self._is_read:
-            return None
-        packer = self._collection.packer
-        try:
-            raw = next(self._batches)
-            state = self._state_of_batches()
-            begun = packer.begin(raw, self._pad_to)
-            yield
-            packed = packer.complete(begun)
-            # The reader may fill its own arrays again before the batch is handed out.
-            copies = {name: np.array(value) for name, value in packed.rest.items() if isinstance(value, np.ndarray)}
-            if copies:
-                packed = dataclasses.replace(packed, rest=packed.rest | copies)
-            yield
-            return packer.send(packed), state
-        except StopIteration:
-            self._is_read = True
-            return None
-        except BaseException:
-            self._is_read = True
-            raise
+    def _wait_for(self, packed: concurrent.futures.Future[_Read] | _Stages) -> BaseException | None:
+        """Waits until a batch is packed; returns what was raised."""
+        if isinstance(packed, concurrent.futures.Future) and not packed.done():
+            not_none(self._reader).submit(self._fill, current_settings())  # again, if Ctrl-C came before the first time
+        return packed.exception()
+
+    def _fill(self, settings: tuple | None) -> None:
+        """Packs the next batch in the reader's thread, in the settings of the caller's."""
+        with self._reading:
+            futures = (packed for packed in self._packed if isinstance(packed, concurrent.futures.Future))
+            if (future := next((future for future in futures if not future.done()), None)) is None:
+                return
+            try:
+                with contextlib.nullcontext() if settings is None else in_settings(settings):
+                    read = _Stages(self).result()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(read)
 
     def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
         """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
-        if (taken := self._take_call()) is None:
+        if not (num_batches := self._take_call()):
             return False
-        batch, state = taken
-        self._states.append(state)
+        batches, states, _ = zip(*self._taken[:num_batches], strict=True)
+        batch = batches[0] if self._steps_per_call == 1 else _stack(self._collection.shards, batches)
         sizes = self._sizes_of(batch.features)
         leaves, structure = jax.tree.flatten(batch.features)
         structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if not is_planned:
-            self._under_way.append(_Coming(batch, structure, sizes, (), Plan(batch.features)))
+            coming = _Coming(batch, structure, sizes, (), states[-1], Plan(batch.features))
+            self._under_way, self._taken = (*self._under_way, coming), self._taken[num_batches:]
             return True
         capacities = [  # those that served last
             default if size is None else size
             for default, size in zip(sizes.default_capacities, self._next, strict=True)
         ]
-        self._left = _Coming(batch, structure, sizes, tuple(capacities))
+        coming = _Coming(batch, structure, sizes, tuple(capacities), states[-1])
+        self._left, self._taken = coming, self._taken[num_batches:]
         if not is_left:
             self._plan_left()
         return True
 
-    def _take_call(self) -> tuple[Batch, Any] | None:
-        """Returns the batches of the next call, stacked where it may have several, and the iterator's state after them.
+    def _take_call(self) -> int:
+        """Takes the batches of the next call from the packer; returns their number. 0: there is no further batch.
 
-        Batches of another form wait for the next call. None: there is no further batch.
+        A batch of another form behind them waits for the call after it.
         """
-        if self._steps_per_call == 1:
-            return self._take_batch()
-        taken = self._taken  # Ctrl-C leaves them there for a later loop
-        while len(taken) < self._steps_per_call and (not taken or taken[-1][2] == taken[0][2]):
-            if (found := self._take_batch()) is None:
-                break
-            taken.append((*found, _form_of(found[0])))
-        if not taken:
-            return None
-        num_batches = len(taken) - (taken[-1][2] != taken[0][2])
-        batches, states, _ = zip(*taken[:num_batches], strict=True)
-        stacked = _stack(self._collection.shards, batches)
-        del taken[:num_batches]
-        return stacked, states[-1]
+        forms = [form for *_, form in self._taken]
+        while len(forms) < self._steps_per_call and forms[-1:] == forms[:1] and self._take_batch():
+            forms = [form for *_, form in self._taken]
+        return len(forms) - (forms[-1:] != forms[:1])
 
-    def _take_batch(self) -> tuple[Batch, Any] | None:
-        """Returns the next batch, and the iterator's state after it; None: there is no further batch."""
+    def _take_batch(self) -> bool:
+        """Takes the next batch from the packer; returns False if there is none."""
         self._pack(1)
         if not self._packed or self._failed is not None:
-            return None
-        packed = self._packed.popleft()
+            return False
+        packed = self._packed[0]
         if (error := packed.exception()) or (found := packed.result()) is None:
-            self._failed = error
-            return None
+            self._failed, self._packed = error, self._packed[1:]
+            return False
         packing, state = found
-        batch = self._collection.packer.finish(packing)
-        if self._steps_per_call > 1 and (error := _refusal_of(self._collection.shards, batch)) is not None:
-            self._is_read, self._failed = True, error
-            return None
-        return batch, state
+        batch, form = self._collection.packer.finish(packing), None
+        if self._steps_per_call > 1:
+            if (error := _refusal_of(self._collection.shards, batch)) is not None:
+                self._is_read, self._failed, self._packed = True, error, self._packed[1:]
+                return False
+            form = _form_of(batch)
+        self._taken, self._packed = (*self._taken, (batch, state, form)), self._packed[1:]
+        return True
 
     def _sizes_of(self, features: Features) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
@@ -455,13 +482,13 @@ class Pipeline:
     def _plan_left(self) -> None:
         """Plans the batch whose plan was left to a step, if no step has made it."""
         if (coming := self._left) is not None:
-            self._left = None
             self._plan(coming, coming.capacities)
-            self._under_way.append(coming)
+            self._under_way, self._left = (*self._under_way, coming), None
 
     def _plan(self, coming: _Coming, capacities: Sequence[int]) -> None:
-        coming.capacities = tuple(capacities)
-        coming.plan, coming.loads = self._collection.plan_with_loads(coming.batch.features, coming.capacities)
+        capacities = tuple(capacities)
+        plan, loads = self._collection.plan_with_loads(coming.batch.features, capacities)
+        coming.plan, coming.loads, coming.capacities = plan, loads, capacities
 
     @annotate("jaxsok.pipeline")
     def _check(self, coming: _Coming) -> None:
@@ -495,12 +522,6 @@ class Pipeline:
         size = max(least, rounded_capacity(int(load * HEADROOM)))
         self._in_use[s].add(size)
         return size
-
-
-def _run(stages: Generator[None, None, _Read], settings: tuple | None) -> _Read:
-    """Runs all stages in the reader's thread, in the settings of the caller's."""
-    with contextlib.nullcontext() if settings is None else in_settings(settings):
-        return _Stages(stages).result()
 
 
 def _form_of(tree: Batch | Plan, first_axis: int = 0) -> tuple:

@@ -1,8 +1,11 @@
 """The pipeline: the same results as without it, sufficient capacities, plans some batches ahead."""
 
+import contextlib
 import functools
 import itertools
+import sys
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok import pipeline as pipeline_lib
 from jaxsok.pipeline import PACKED_AHEAD, PLANS_AHEAD
 
 NUM_SHARDS, NUM_SAMPLES = 4, 128
@@ -267,23 +271,24 @@ def test_ctrl_c_while_the_caller_reads_is_raised_at_once():
         next(iter(collection(NUM_SHARDS).pipeline(raws(), prefetch=0)))
 
 
-def test_ctrl_c_while_a_batch_is_packed_leaves_none_out(monkeypatch):
-    """It is raised at once; a second loop does not go on with the batch after that one."""
-    declared, calls = collection(None), itertools.count()
-    complete = declared.packer.complete
+@pytest.mark.parametrize("stage", ["begin", "complete", "send"])
+def test_ctrl_c_while_a_batch_is_packed_leaves_none_out(stage, monkeypatch):
+    """It is raised at once; a second loop packs the batch again."""
+    declared, calls = jaxsok.Collection(TABLES, FEATURES), itertools.count()
+    run = getattr(declared.packer, stage)
 
-    def interrupted(begun):
+    def interrupted(*args):
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return complete(begun)
+        return run(*args)
 
-    monkeypatch.setattr(declared.packer, "complete", interrupted)
-    pipeline, seen = declared.pipeline((even(i) for i in range(6)), prefetch=0), []
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            for batch, _ in pipeline:
-                seen.append(batch)
-    assert len(seen) == 2
+    monkeypatch.setattr(declared.packer, stage, interrupted)
+    pipeline, seen = declared.pipeline(Log(6), prefetch=0), []
+    with pytest.raises(KeyboardInterrupt):
+        seen += (int(batch["number"][0]) for batch, _ in pipeline)
+    assert len(seen) < 3
+    seen += (int(batch["number"][0]) for batch, _ in pipeline)
+    assert seen == list(range(6))
 
 
 def test_a_short_last_batch_is_padded():
@@ -389,3 +394,125 @@ def test_one_owner_of_everything_goes_in_rounds():
     (asked,) = plan.asked
     assert asked.listed is not None
     assert num_shards * asked.send_capacity <= max(2 * num_keys, num_shards * 1024)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Ctrl-C
+
+
+class Log:
+    """A log of batches that reports how many were read."""
+
+    def __init__(self, num_batches):
+        self.num_batches, self.num_read = num_batches, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.num_read == self.num_batches:
+            raise StopIteration
+        self.num_read += 1
+        return {**even(self.num_read - 1), "number": np.full(NUM_SAMPLES, self.num_read - 1)}
+
+    def get_state(self):
+        return self.num_read
+
+
+def pressing(number, counts):
+    """Returns a profiler that presses Ctrl-C where the pipeline calls something; `counts[0]` counts these places.
+
+    Python looks for signals when a function begins, when one has returned, and nowhere else without a loop.
+    """
+
+    def profile(frame, event, _):
+        caller = frame.f_back if event == "call" and frame.f_back is not None else frame
+        # What a finalizer raises is not heard.
+        is_left_out = (
+            event == "return" and frame.f_code.co_name == "__iter__" or frame.f_code.co_filename == weakref.__file__
+        )
+        if pipeline_lib.__file__ not in (frame.f_code.co_filename, caller.f_code.co_filename) or is_left_out:
+            return
+        counts[0] += 1
+        if counts[0] == number:
+            raise KeyboardInterrupt
+
+    return profile
+
+
+WAYS = {
+    "one device": (None, {}),
+    "one device, without a thread": (None, {"prefetch": 0}),
+    "one device, lookups ahead": (None, {"prefetch": 0, "lookahead": 1}),
+    "one device, several steps a call": (None, {"steps_per_call": 2, "lookahead": 1}),
+    "a mesh": (NUM_SHARDS, {}),
+    "a mesh, lookups ahead": (NUM_SHARDS, {"prefetch": 0, "lookahead": 1}),
+    "a mesh, several steps a call": (NUM_SHARDS, {"steps_per_call": 2, "prefetch": 0}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_at_any_call_loses_no_batch(way):
+    """A second loop goes on with the batch that would have come."""
+    num_shards, options = WAYS[way]
+    declared, num_batches = collection(num_shards), 6
+
+    def run(number):
+        log, seen, counts, presses = Log(num_batches), [], [0], 0
+        pipeline = declared.pipeline(log, **options)
+        for _ in range(4):
+            before = sys.getprofile()
+            sys.setprofile(pressing(number, counts))
+            try:
+                for batch, _ in pipeline:
+                    numbers = np.asarray(batch["number"]).reshape(-1, NUM_SAMPLES)[:, 0].tolist()
+                    seen += numbers
+                    assert pipeline.get_state() == seen[-1] + 1
+                break
+            except KeyboardInterrupt:
+                presses += 1
+            finally:
+                sys.setprofile(before)
+        return seen, presses, counts[0]
+
+    seen, presses, num_places = run(0)
+    assert (seen, presses) == (list(range(num_batches)), 0)
+    num_pressed = 0
+    for number in range(1, num_places, 7):
+        seen, presses, _ = run(number)
+        num_pressed += presses  # a run has fewer places if no batch was planned again
+        assert seen == list(range(num_batches)) and presses <= 1
+    assert num_pressed > num_places // 14
+
+
+def test_ctrl_c_while_the_reader_is_told_to_read():
+    """The batch comes although its reading was never begun, and no two threads read at the same time."""
+    pipeline = collection(None).pipeline(Log(6))
+    submit, calls = pipeline._reader.submit, itertools.count()
+
+    def pressed(*args):
+        if (number := next(calls)) == 2:
+            raise KeyboardInterrupt
+        future = submit(*args)
+        if number == 4:
+            raise KeyboardInterrupt
+        return future
+
+    pipeline._reader.submit, seen = pressed, []
+    for _ in range(3):
+        with contextlib.suppress(KeyboardInterrupt):
+            for batch, _ in pipeline:
+                seen.append(int(np.asarray(batch["number"])[0]))
+    assert seen == list(range(6))
+
+
+def test_an_older_iterator_that_goes_ends_no_newer_loop():
+    """One peeks at the first batch, forgets the iterator, and loops."""
+    pipeline = collection(None).pipeline(Log(8))
+    peek = iter(pipeline)
+    seen = [int(next(peek)[0]["number"][0])]
+    for batch, _ in pipeline:
+        seen.append(int(batch["number"][0]))
+        if len(seen) == 3:
+            del peek
+    assert seen == list(range(8))
