@@ -203,7 +203,7 @@ def _number(option: str, text: str) -> int:
     with contextlib.suppress(ValueError):
         if found and (found[2] or not found[3]):
             number = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
-    if number < 0 or number != int(number):
+    if number < 0 or not number.is_integer():
         raise ValueError(f"estimate: {option}: got {text!r}, wanted a number, as 1000000, 141e9 or 80GiB.")
     return int(number)
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxsok import adapters, features as features_lib, split
 from jaxsok.planner import check_declarations
 from jaxsok.printed import format_bytes, format_columns
-from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, group_into_stores
+from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.types import PADDING_KEY, TIER_COUNTERS
 
 
@@ -233,7 +233,7 @@ def cache_estimate(
     for number, raw in enumerate(batches):
         for table, keys in _keys_of(features, raw, f"cache_estimate: batches[{number}]", distinct).items():
             distinct[table].append(np.unique(keys))
-    stores = [store for store in group_into_stores(tables, num_shards) if not store.is_replicated]
+    stores = [store for store in group_into_stores(tables, num_shards, bag_tables(features)) if not store.is_replicated]
     return tuple(_estimate(store, [distinct[table.name] for table in store.tables]) for store in stores)
 
 

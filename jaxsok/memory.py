@@ -148,8 +148,10 @@ class MemoryEstimate:
 
         def fits(num_rows: int) -> bool:
             capacities = [spec.rows_of_shard(scale(spec.tables, num_rows)) for spec in stores]
-            counted = [sum(store_bytes(*store).values()) for store in zip(stores, capacities, strict=True)]
-            return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
+            if max(capacities) > MAX_CAPACITY:
+                return False
+            specs = [_with_capacities(spec, scale(spec.tables, num_rows)) for spec in stores]
+            return sum(sum(store_bytes(*store).values()) for store in zip(specs, capacities, strict=True)) <= room
 
         # A row takes more than a byte. All tables but one with a small share may be at their max_capacity.
         low, high = 0, max(room, 0) * self.num_shards * declared
@@ -209,6 +211,15 @@ class MemoryEstimate:
                 f"Rows that would fit: {rows}.",
             ]
         return "\n".join(lines)
+
+
+def _with_capacities(spec: StoreSpec, capacities: Sequence[int]) -> StoreSpec:
+    """Declares a store's tables with other capacities, of which its cache may be a share."""
+    if spec.memory is None:
+        return spec
+    pairs = zip(spec.tables, capacities, strict=True)
+    tables = tuple(dataclasses.replace(table, capacity=min(max(1, rows), MAX_CAPACITY)) for table, rows in pairs)
+    return dataclasses.replace(spec, tables=tables)
 
 
 def memory_estimate(

@@ -179,6 +179,21 @@ def test_tables_of_a_store_share_a_cache():
     ]
 
 
+def test_tables_of_partial_bags_have_caches_of_their_own():
+    """The estimates are those of the collection's stores."""
+    memory = jaxsok.HostMemory(device_rows=8)
+    tables = [jaxsok.TableSpec(n, 4, jaxsok.optim.sgd(0.1), capacity=64, memory=memory) for n in ("user", "item")]
+    features = [
+        jaxsok.FeatureSpec("user", "user"),
+        jaxsok.FeatureSpec("item", "item", combiner="sum", exchange="bags", max_keys=64),
+    ]
+    raw = {"user": np.arange(8), "item": jaxsok.Bags(np.arange(100, 108), lengths=np.ones(8, np.int32))}
+    estimates = jaxsok.cache_estimate(tables, features, [raw] * 3, num_shards=2)
+    assert [estimate.tables for estimate in estimates] == [
+        tuple(table.name for table in store.tables) for store in programs.over(2, tables, features).stores
+    ]
+
+
 def test_rows_of_all_tables_compete():
     """Two tables of a store count like one table of other keys, also on four shards, whose caches count together."""
     names = ("user", "item")

@@ -211,6 +211,25 @@ def test_largest_capacities_end_at_max_capacity():
     assert memory_estimate([user], num_rows=10**6).stores[0].num_rows == 5000
 
 
+@pytest.mark.parametrize("device_rows", [None, 0.5, 1.0, 1000, 0])
+def test_largest_capacities_count_the_cache(device_rows):
+    """A cache that is a share of the rows grows with the capacity."""
+    host = jaxsok.HostMemory(device_rows=device_rows)
+    user = table("user", 64, "adam", capacity=100_000, memory=host)
+    estimate = memory_estimate([user], device_bytes=8 << 30)
+    rows = estimate.largest_capacities()["user"]
+    totals = [
+        memory_estimate([dataclasses.replace(user, capacity=rows + more)], device_bytes=8 << 30).total
+        for more in (0, rows // 1000)
+    ]
+    assert totals[0] <= estimate.memory_bytes < totals[1]
+
+
+def test_two_tables_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"memory_estimate: tables: got \['user'\] more than once"):
+        memory_estimate([table("user", 4), table("user", 4)])
+
+
 def test_largest_capacities_end_with_the_row_ids():
     rows = memory_estimate([table("user", 1)], num_shards=2).largest_capacities(10**13)
     assert 1.99 * 2**31 < rows["user"] < 2**32

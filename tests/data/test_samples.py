@@ -231,6 +231,15 @@ def test_a_slice_is_not_copied():
     assert np.shares_memory(found["tags"].keys, columns["tags"].keys)
 
 
+def test_no_samples_of_parts_of_which_the_first_is_empty():
+    """They have the columns of the others."""
+    parts = [ArraySource({"user": np.zeros(0, np.int64)}), ArraySource({"user": np.arange(3)})]
+    parts[0].take = lambda positions: {}  # as of a source of blocks without blocks
+    joined = JoinedSource(parts)
+    for nothing in (slice(2, 2), np.zeros(0, np.int64)):
+        assert {name: len(column) for name, column in joined.take(nothing).items()} == {"user": 0}
+
+
 def test_blocks_of_arrays():
     """Blocks have a fixed number of samples; the last one has the rest."""
     assert ArraySource({"a": np.arange(10)}, block_samples=4).ends.tolist() == [4, 8, 10]
