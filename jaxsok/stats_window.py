@@ -20,7 +20,8 @@ class StatsWindow:
     `push` starts the transfer of a step's counts and takes in those that have come. Sums are Python integers, so they
     do not overflow. `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` are those of the last step. Evictions,
     which Stats count since the state was made, are those since the step before the window; at the beginning, since the
-    first step pushed. Make a new window for a restored state, which brings its evictions along. The first time that keys of a table were refused for want of room, a RuntimeWarning says so.
+    first step pushed. Make a new window for a restored state, which brings its evictions along. The first time that
+    keys of a table were refused for want of room, a RuntimeWarning says so.
 
     A host object: keep it out of jitted functions. A step holds a few hundred bytes until it leaves the window.
 

@@ -47,7 +47,7 @@ class TableSource:
     """Gives the rows in chunks: distinct keys (uint64), rows, and statistics where they were kept."""
     keys: Callable[[], Iterator[np.ndarray]] = dataclasses.field(repr=False)
     """Gives the keys (uint64) of the rows alone, in the same order."""
-    uuid: str | None = None  # names the base of the next delta; None: an HPS directory, which no delta follows
+    uuid: str | None = None  # names the base of the next delta; None: an HPS directory, or cut keys: no delta follows
     base: str | None = None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None = None
     """The row of an absent key in training: a number in every column, or its initial row; a text describes rows that
@@ -257,8 +257,20 @@ def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: Key
 
 
 def _cut_keys(op: str, source: TableSource, where: Callable[[int], str]) -> TableSource:
-    """Cuts keys to their low 32 bits; refuses rows whose keys are equal then, and names them by `where`."""
-    cut = lambda keys: keys & np.uint64(2**32 - 1)  # noqa: E731
+    """Cuts keys to their low 32 bits; refuses rows whose keys are equal then, and names them by `where`.
+
+    A delta may not have wider keys, nor follow rows that have: a row is served under its cut key alone, so that of two
+    with one cut key the wrong one would be replaced.
+    """
+    most = np.uint64(2**32 - 1)
+    cut = lambda keys: keys & most  # noqa: E731
+    is_wide = any((keys > most).any() for keys in source.keys())
+    if source.base is not None and (is_wide or any((keys > most).any() for keys in source.tombstones())):
+        raise ServingError(
+            f'{op}: table "{source.table}": source: got the delta "{source.path}" with keys of more than 32 bits, '
+            "wanted a full export: it is not known which of the served rows they replace; or serve the model with "
+            "supportlonglong."
+        )
 
     def chunks() -> Iterator[Records]:
         return (dataclasses.replace(records, keys=cut(records.keys)) for records in source.chunks())
@@ -266,12 +278,9 @@ def _cut_keys(op: str, source: TableSource, where: Callable[[int], str]) -> Tabl
     def keys() -> Iterator[np.ndarray]:
         return map(cut, source.keys())
 
-    def tombstones() -> Iterator[np.ndarray]:  # of two keys that are equal now, one may be gone and the other a row
-        gone = cut(np.concatenate([NO_KEYS, *source.tombstones()]))
-        yield np.setdiff1d(gone, np.concatenate([NO_KEYS, *keys()]))
-
     files_lib.check_keys(f"{op}: keys cut to 32 bits", source.num_rows, keys, where)
-    return dataclasses.replace(source, chunks=chunks, keys=keys, tombstones=tombstones)
+    uuid = None if is_wide else source.uuid
+    return dataclasses.replace(source, chunks=chunks, keys=keys, uuid=uuid)
 
 
 class _Chain:

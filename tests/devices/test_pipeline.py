@@ -429,8 +429,8 @@ def pressing(number, counts):
         caller = frame.f_back if event == "call" and frame.f_back is not None else frame
         # What a finalizer raises is not heard.
         is_left_out = (
-            event == "return" and frame.f_code.co_name == "__iter__" or frame.f_code.co_filename == weakref.__file__
-        )
+            event == "return" and frame.f_code.co_name == "__iter__"
+        ) or frame.f_code.co_filename == weakref.__file__
         if pipeline_lib.__file__ not in (frame.f_code.co_filename, caller.f_code.co_filename) or is_left_out:
             return
         counts[0] += 1

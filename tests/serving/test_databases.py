@@ -201,6 +201,11 @@ def test_what_is_refused(database):
     for op in (lambda: rows.fetch("ad", u64(1)), lambda: rows.num_rows("ad"), lambda: rows.erase("ad", u64(1))):
         with pytest.raises(UnknownTableError, match=r"got 'ad', wanted one of \['item', 'user'\]"):
             op()
+    narrow = DatabaseRows([database], "dlrm", [USER], key_bits=32)
+    with pytest.raises(
+        DatabaseError, match=r'^keys: supportlonglong: got keys of \[8\] bytes in "hps_et.dlrm.user", .* 4'
+    ):
+        list(narrow.keys("user"))
     other = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=5)])
     with pytest.raises(DatabaseError, match=r'^fetch: dim: got rows of \[16\] bytes in "hps_et.dlrm.user", .* 20'):
         other.fetch("user", u64(1, 7))

@@ -25,6 +25,7 @@ import zlib
 
 import httpx
 import hypothesis
+import jax.numpy as jnp
 import numpy as np
 import prometheus_client.parser
 import pytest
@@ -233,6 +234,18 @@ def mixed_inputs(**changes):
 
 
 MIXED = "/v1/models/mixed/predict"
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [("int4", -8, 7), ("uint4", 0, 15), ("int8", -128, 127)])
+def test_small_integers_are_not_cut(dtype, low, high):
+    """NumPy knows no integers of 4 bits: it takes theirs for bytes."""
+    dtype = jnp.dtype(dtype)
+    assert wire.read_numbers([low, high], dtype, "x").astype(int).tolist() == [low, high]
+    assert wire.read_numbers(np.array([low, high]), dtype, "x").astype(int).tolist() == [low, high]
+    for wrong in ([high + 1], [low - 1], [300], [1.5]):
+        for given in (wrong, np.array(wrong)):
+            with pytest.raises(errors.RequestError, match=r"does not fit|integers"):
+                wire.read_numbers(given, dtype, "x")
 
 
 def test_inputs_of_all_kinds(client):

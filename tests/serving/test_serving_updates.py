@@ -16,6 +16,7 @@ from hypothesis import stateful
 from serving_cases import PLATFORMS, Trained, config_of, expect, model_of, rows_of, write
 from waiting import wait_until
 
+import jaxsok
 from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import hps
 from jaxsok.serving import folders
@@ -884,3 +885,51 @@ class Updates(stateful.RuleBasedStateMachine):
 
 TestUpdates = Updates.TestCase
 TestUpdates.settings = hypothesis.settings(max_examples=5, stateful_step_count=10)
+
+
+def test_a_delta_of_wide_keys_follows_no_cut_ones(tmp_path):
+    """Where keys are cut to 32 bits, a delta has no wider keys, and follows no rows that had: it would replace others."""
+    table = jaxsok.TableSpec("user", 1, jaxsok.optim.sgd(0.1), capacity=64, statistics=True)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
+    state, folders = collection.init(seed=0), []
+    for number, key in enumerate((5, 6, 5 + 2**32, 7)):
+        clock = np.uint32(number + 1)
+        state, *_ = collection.assign(state, "user", np.array([key]), np.array([[number]], np.float32), clock=clock)
+        folders.append(tmp_path / str(number))
+        if number in (0, 2):
+            checkpoint.export_full(folders[-1], collection, state, clock=clock)
+        else:
+            checkpoint.export_delta(folders[-1], collection, state, base=folders[-2], clock=clock)
+    checkpoint.export_delta(tmp_path / "wide", collection, state, base=folders[1], clock=np.uint32(9))
+
+    def config(folder):
+        return {
+            "supportlonglong": False,
+            "models": [
+                {
+                    "model": "dlrm",
+                    "sparse_files": [str(folder)],
+                    "embedding_table_names": ["user"],
+                    "embedding_vecsize_per_table": [1],
+                    "maxnum_catfeature_query_per_table_per_sample": [4],
+                    "default_value_for_each_table": [-1.0],
+                    "deployed_device_list": [0],
+                    "gpucacheper": 1.0,
+                }
+            ],
+        }
+
+    with open(config(folders[0])) as session:
+        session.update(folders[1])
+        with pytest.raises(ServingError, match="keys of more than 32 bits, wanted a full export"):
+            session.update(tmp_path / "wide")
+        assert session.lookup({"user": np.array([5, 6])})["user"].ravel().tolist() == [0.0, 1.0]
+    alone = tmp_path / "alone"
+    state, *_ = collection.assign(collection.init(seed=1), "user", np.array([5 + 2**32]), np.array([[3.0]]), clock=1)
+    checkpoint.export_full(alone, collection, state, clock=np.uint32(2))
+    state, *_ = collection.assign(state, "user", np.array([5]), np.array([[4.0]]), clock=np.uint32(3))
+    checkpoint.export_delta(tmp_path / "next", collection, state, base=alone, clock=np.uint32(4))
+    with open(config(alone)) as session:
+        with pytest.raises(ServingError, match="the table holds no export that a delta follows"):
+            session.update(tmp_path / "next")
+        assert session.lookup({"user": np.array([5])})["user"].ravel().tolist() == [3.0]

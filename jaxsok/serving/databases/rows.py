@@ -142,7 +142,15 @@ class DatabaseRows(RowSource):
 
     def keys(self, table: str) -> Iterator[Keys]:
         """Yields all keys of a table, uint64, some at a time; keys that come or go meanwhile may or may not appear."""
-        for some in self._databases[-1].keys(self._name("keys", table)):
+        name = self._name("keys", table)
+        for some in self._databases[-1].keys(name):
+            wrong = {len(key) for key in some} - {self._key_dtype.itemsize}
+            if wrong:
+                raise DatabaseError(
+                    f'keys: supportlonglong: got keys of {sorted(wrong)} bytes in "{name}", wanted '
+                    f"{self._key_dtype.itemsize}; keys of another width have been written there: rename the model, or "
+                    "erase them."
+                )
             yield np.frombuffer(b"".join(some), self._key_dtype).astype(np.uint64)
 
     def insert(self, table: str, keys: Keys, rows: Rows) -> None:

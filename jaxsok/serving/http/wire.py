@@ -299,11 +299,17 @@ def read_numbers(value: Any, dtype: Any, what: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         made = array.astype(dtype)
         is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
-        if dtype.kind in "biu":
-            is_lost = (made != array) | ((made < 0) != (array < 0))
+        if _kind_of(dtype) in "biu":
+            given = made if dtype.kind in "biu" else made.astype(np.int64)
+            is_lost = (given != array) | ((given < 0) != (array < 0))
     if is_lost.any():
         raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
     return made
+
+
+def _kind_of(dtype: np.dtype) -> str:
+    """Returns NumPy's letter for a kind of numbers, also for integers of 4 bits, to which NumPy gives that of bytes."""
+    return dtype.kind if dtype.kind != "V" else {"int": "i", "uint": "u"}.get(dtype.name.rstrip("0123456789"), "f")
 
 
 def _check_tensor(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
@@ -311,7 +317,7 @@ def _check_tensor(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
         raise RequestError(f"{what}: got a single number, wanted at least one axis.")
     if dtype.kind == "b" and (array.dtype.kind != "u" or (array > 1).any()):
         raise RequestError(f"{what}: booleans are wanted, as U8 of 0 and 1, got {_NAMES[array.dtype]}.")
-    if dtype.kind in "iu" and array.dtype.kind not in "iu":
+    if _kind_of(dtype) in "iu" and array.dtype.kind not in "iu":
         raise RequestError(f"{what}: wanted integers, got {_NAMES[array.dtype]}{list(array.shape)}.")
     return array
 
@@ -319,7 +325,7 @@ def _check_tensor(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
 def _array_of(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     """Makes an array of nested lists, of 64 bits: doubles are what JSON means."""
     kinds, wide, wanted = {int, float}, np.float64, "numbers"
-    if dtype.kind in "biu":
+    if _kind_of(dtype) in "biu":
         kinds, wide, wanted = ({bool}, np.bool_, "booleans") if dtype.kind == "b" else ({int}, np.int64, "integers")
     flat, shape = _flatten(value, what, kinds, wanted)
     array = np.array(math.inf)

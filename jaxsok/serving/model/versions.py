@@ -407,7 +407,7 @@ def open_update(model: str, source: Source, version: Version, key_bits: KeyBits)
             )
         held = version.uuids[name]
         if found.base is not None and found.base != held:
-            holds = f'holds {held}, from "{version.files[name]}"' if held else "holds no export"
+            holds = f'holds {held}, from "{version.files[name]}"' if held else "holds no export that a delta follows"
             again = " (it was applied already)" if found.uuid == held else ""
             raise ServingError(
                 f'{op}: table "{name}": source: got the delta "{found.path}", which rests on {found.base}{again}, but '
