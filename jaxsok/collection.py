@@ -550,7 +550,8 @@ class Collection:
           state: donated.
           table: its name.
           keys: of a repeated key the last row counts. PADDING_KEY is passed over.
-          rows: `[num_keys, dim]` of any float dtype, rounded to nearest; on a mesh the same everywhere.
+          rows: `[num_keys, dim]` of any float dtype, rounded to nearest, float64 to float32 first; on a mesh the same
+            everywhere.
           clock: a uint32 scalar, perhaps traced; None: `state.step`.
 
         Returns:
@@ -728,9 +729,9 @@ class Collection:
           state: donated, except for what growing replaces.
           table: its name.
           chunks: `Records`, or several, one after the other; of chunks that have a key in common the last one counts.
-            Rows of another float dtype are converted, to 16 bits by rounding to nearest. Optimizer state goes by name;
-            what the records lack stays as it is, and is initial for new rows. So do statistics, except the last step;
-            they are passed over where the table keeps none.
+            Rows of another float dtype are converted, to 16 bits by rounding to nearest, float64 to float32 first.
+            Optimizer state goes by name; what the records lack stays as it is, and is initial for new rows. So do
+            statistics, except the last step; they are passed over where the table keeps none.
           num_rows: how many rows will come, if that is known: room is made at once, as far as the store may grow.
           reset_state: whether optimizer state that the records lack is set to its initial value for existing rows, too.
           clock: the `last_step` of rows whose records have none, a uint32 scalar; None: `state.step`.

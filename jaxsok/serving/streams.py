@@ -350,8 +350,8 @@ class Follower(Repeated):
             raise ServingError(
                 f'follow: stream "{self._stream.name}": got the delta {self._pending[0].uuid} next, which rests on '
                 f"{base}, but the tables hold {sorted(set(map(str, held.values())))}: the versions between were "
-                "trimmed. Wanted a full export: publish one, or load an export of then or later, by Session.update or "
-                "as sparse_files."
+                "trimmed, or Session.update has set the tables back. Wanted a full export: publish one, or load an "
+                "export of then or later, by Session.update or as sparse_files."
             )
         if not self._pending:
             return 0

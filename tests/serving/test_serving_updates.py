@@ -888,7 +888,7 @@ TestUpdates.settings = hypothesis.settings(max_examples=5, stateful_step_count=1
 
 
 def test_a_delta_of_wide_keys_follows_no_cut_ones(tmp_path):
-    """Where keys are cut to 32 bits, a delta has no wider keys, and follows no rows that had: it would replace others."""
+    """Where keys are cut, a delta has no wider keys, and follows no rows that had: it would replace others."""
     table = jaxsok.TableSpec("user", 1, jaxsok.optim.sgd(0.1), capacity=64, statistics=True)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
     state, folders = collection.init(seed=0), []
