@@ -40,7 +40,7 @@ from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import NO_FEATURES, Batch, FeatureLayout, Features
 from jaxsok.growth import GrowthTracker
-from jaxsok.pack import Packer, Packing, PadTo
+from jaxsok.pack import Begun, HostBatch, Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
 from jaxsok.settings import current_settings, in_settings, mesh_of_thread
 from jaxsok.shards import Shards, view_on_host
@@ -123,8 +123,13 @@ class _Stages:
     """
 
     def __init__(self, pipeline: "Pipeline"):
-        self._pipeline, self._raw, self._begun, self._packed, self._state = pipeline, (), None, None, None
-        self._result, self._error, self._is_done = None, None, False
+        self._pipeline, self._state = pipeline, None
+        self._raw: tuple[Mapping[str, Any], ...] = ()  # one, from when it is read until it is packed
+        self._begun: Begun | None = None
+        self._packed: HostBatch | Batch | None = None
+        self._result: _Read = None
+        self._error: BaseException | None = None
+        self._is_done = False
 
     def run_next(self) -> None:
         """Runs one stage, if there is one left."""
@@ -158,10 +163,10 @@ class _Stages:
     def _read(self) -> bool:
         """Reads the raw batch; returns False if there is none."""
         if not self._pipeline._is_read:
-            for raw in self._pipeline._batches:  # no Ctrl-C comes before it is kept, as after a call of `next`
+            # `for` keeps the batch before a Ctrl-C is heard, unlike a call of `next`.
+            for raw in map(next, (self._pipeline._batches,)):
                 self._raw = (raw,)
-                break
-            else:
+            if not self._raw:
                 self._pipeline._is_read = True
         return bool(self._raw)
 
