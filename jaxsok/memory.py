@@ -122,6 +122,8 @@ class MemoryEstimate:
     def largest_capacities(self, memory_bytes: int | None = None) -> dict[str, int]:
         """Computes the capacities, in the proportions of the specs, with which state and step just fit.
 
+        The step counted is that of the declared capacities: one with a smaller cache stages more rows.
+
         No table gets more than its `max_capacity`; the others then get more. `memory_bytes` are those for arrays on
         each device; None: `device_bytes * memory_fraction`. The result has rows by table, on all devices together, for
         `TableSpec(capacity=...)`: all 0 if the step alone is too large.

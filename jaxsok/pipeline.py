@@ -116,63 +116,84 @@ _Read = tuple[Packing, Any] | None
 """A batch on its way to the devices, and the iterator's state after it; None: there is no further batch."""
 
 
+class _Slot(concurrent.futures.Future):
+    """A future of the reader's thread."""
+
+    def __init__(self, settings: tuple | None):
+        super().__init__()
+        self.settings = settings
+        """The settings of the caller's thread."""
+        self.is_requested = False
+        """True as soon as the reader is sure to fill it."""
+
+
 class _Stages:
     """A future that has no thread: the caller that needs its result reads, packs and sends a batch, in stages.
 
-    Ctrl-C is raised at once, and a later loop does the stage again.
+    Ctrl-C is raised at once; the stage is done again when the result is needed, by the end of the loop or a later one.
     """
 
     def __init__(self, pipeline: "Pipeline"):
-        self._pipeline, self._state = pipeline, None
+        self._pipeline: Pipeline | None = pipeline  # None at the end
         self._raw: tuple[Mapping[str, Any], ...] = ()  # one, from when it is read until it is packed
+        self._state: Any = None
         self._begun: Begun | None = None
         self._packed: HostBatch | Batch | None = None
         self._result: _Read = None
         self._error: BaseException | None = None
-        self._is_done = False
 
     def run_next(self) -> None:
         """Runs one stage, if there is one left."""
-        if self._is_done:
+        if (pipeline := self._pipeline) is None:
             return
         try:
-            self._run_stage(self._pipeline._collection.packer)
+            self._run_stage(pipeline, pipeline._collection.packer)
         except Exception as error:
-            self._error, self._is_done, self._pipeline._is_read = error, True, True
+            pipeline._is_read = True
+            self._end(None, error)
         except BaseException:
             self._begun = None  # it is packed again
             raise
 
-    def _run_stage(self, packer: Packer) -> None:
+    def pack(self) -> None:
+        """Runs stages until the batch is packed: then the reader may fill its arrays again."""
+        while self._pipeline is not None and self._packed is None:
+            self.run_next()
+
+    def _run_stage(self, pipeline: "Pipeline", packer: Packer) -> None:
         """Reads a batch and begins to pack it; waits until it is packed; or sends it."""
         if self._packed is not None:
-            self._result = packer.send(self._packed), self._state
-            self._is_done = True
+            self._end((packer.send(self._packed), self._state), None)
         elif self._begun is not None:
             packed = packer.complete(self._begun)
             # The reader may fill its own arrays again before the batch is handed out.
             copies = {name: np.array(value) for name, value in packed.rest.items() if isinstance(value, np.ndarray)}
             self._packed = dataclasses.replace(packed, rest=packed.rest | copies) if copies else packed
-            self._raw = ()
-        elif self._raw or self._read():
-            self._state = self._pipeline._state_of_batches()
-            self._begun = packer.begin(self._raw[0], self._pipeline._pad_to)
+            self._raw, self._begun = (), None
+        elif self._raw or self._read(pipeline):
+            self._state = pipeline._state_of_batches()
+            self._begun = packer.begin(self._raw[0], pipeline._pad_to)
         else:
-            self._is_done = True
+            self._end(None, None)
 
-    def _read(self) -> bool:
+    def _end(self, result: _Read, error: BaseException | None) -> None:
+        """Keeps the result, and nothing else."""
+        self._result, self._error, self._pipeline = result, error, None
+        self._raw, self._begun, self._packed = (), None, None
+
+    def _read(self, pipeline: "Pipeline") -> bool:
         """Reads the raw batch; returns False if there is none."""
-        if not self._pipeline._is_read:
+        if not pipeline._is_read:
             # `for` keeps the batch before a Ctrl-C is heard, unlike a call of `next`.
-            for raw in map(next, (self._pipeline._batches,)):
+            for raw in map(next, (pipeline._batches,)):
                 self._raw = (raw,)
             if not self._raw:
-                self._pipeline._is_read = True
+                pipeline._is_read = True
         return bool(self._raw)
 
     def exception(self) -> BaseException | None:
         """Runs all stages; returns what one of them raised."""
-        while not self._is_done:
+        while self._pipeline is not None:
             self.run_next()
         return self._error
 
@@ -206,7 +227,7 @@ class Pipeline:
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
         # Batches that are being read and packed, or are packed; with the iterator's state after each.
-        self._packed: tuple[concurrent.futures.Future[_Read] | _Stages, ...] = ()
+        self._packed: tuple[_Slot | _Stages, ...] = ()
         # Batches of the next call, perhaps one of another form after them; with the iterator's state after each.
         self._taken: tuple[tuple[Batch, Any, tuple | None], ...] = ()
         # Batches with plans under way, then with plans whose capacities suffice. After a loop that breaks off a second
@@ -331,6 +352,8 @@ class Pipeline:
                 self._ready, self._state, self._handed_out = self._ready[1:], coming.state, handed_out
                 self._num_handed_out += 1
                 yield coming.batch, plan
+                if self._loop is not loop:  # a newer loop has begun, and perhaps ended
+                    self._is_read, self._loop = False, loop
                 self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
@@ -392,36 +415,40 @@ class Pipeline:
         """Reads and packs until there are `num_batches` batches, or no more; waits for the first."""
         while len(self._packed) < num_batches and not self._is_read:
             if self._reader is not None:
-                self._packed = (*self._packed, concurrent.futures.Future())
-                self._reader.submit(self._fill, current_settings())
+                slot = _Slot(current_settings())
+                self._packed = (*self._packed, slot)
+                self._request(slot)
                 continue
             if self._packed and isinstance(last := self._packed[-1], _Stages):
-                last.run_next()  # until it is packed, since the reader may fill its arrays again
+                last.pack()  # since the reader may fill its arrays again
             stages = _Stages(self)
             self._packed = (*self._packed, stages)
             stages.run_next()
         if self._packed:
             self._wait_for(self._packed[0])
 
-    def _wait_for(self, packed: concurrent.futures.Future[_Read] | _Stages) -> BaseException | None:
+    def _request(self, slot: _Slot) -> None:
+        not_none(self._reader).submit(self._fill)
+        slot.is_requested = True
+
+    def _wait_for(self, packed: _Slot | _Stages) -> BaseException | None:
         """Waits until a batch is packed; returns what was raised."""
-        if isinstance(packed, concurrent.futures.Future) and not packed.done():
-            not_none(self._reader).submit(self._fill, current_settings())  # again, if Ctrl-C came before the first time
+        if isinstance(packed, _Slot) and not packed.is_requested:  # Ctrl-C came first
+            self._request(packed)
         return packed.exception()
 
-    def _fill(self, settings: tuple | None) -> None:
-        """Packs the next batch in the reader's thread, in the settings of the caller's."""
+    def _fill(self) -> None:
+        """Packs batches in the reader's thread, in the settings of the caller's, until nobody waits for one."""
         with self._reading:
-            futures = (packed for packed in self._packed if isinstance(packed, concurrent.futures.Future))
-            if (future := next((future for future in futures if not future.done()), None)) is None:
-                return
-            try:
-                with contextlib.nullcontext() if settings is None else in_settings(settings):
-                    read = _Stages(self).result()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(read)
+            while (slot := next((s for s in self._packed if isinstance(s, _Slot) and not s.done()), None)) is not None:
+                try:
+                    settings = slot.settings
+                    with contextlib.nullcontext() if settings is None else in_settings(settings):
+                        read = _Stages(self).result()
+                except BaseException as error:
+                    slot.set_exception(error)
+                else:
+                    slot.set_result(read)
 
     def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
         """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
@@ -451,20 +478,27 @@ class Pipeline:
 
         A batch of another form behind them waits for the call after it.
         """
-        forms = [form for *_, form in self._taken]
-        while len(forms) < self._steps_per_call and forms[-1:] == forms[:1] and self._take_batch():
-            forms = [form for *_, form in self._taken]
-        return len(forms) - (forms[-1:] != forms[:1])
+        while len(self._taken) < self._steps_per_call and self._are_of_one_form() and self._take_batch():
+            pass
+        return len(self._taken) - (not self._are_of_one_form())
+
+    def _are_of_one_form(self) -> bool:
+        """Returns whether the last batch taken has the form of the first; those between have."""
+        return not self._taken or self._taken[-1][2] == self._taken[0][2]
 
     def _take_batch(self) -> bool:
         """Takes the next batch from the packer; returns False if there is none."""
-        self._pack(1)
-        if not self._packed or self._failed is not None:
-            return False
-        packed = self._packed[0]
-        if (error := packed.exception()) or (found := packed.result()) is None:
-            self._failed, self._packed = error, self._packed[1:]
-            return False
+        found = None
+        while found is None:
+            self._pack(1)
+            if not self._packed or self._failed is not None:
+                return False
+            packed = self._packed[0]
+            if (error := packed.exception()) is not None:
+                self._failed, self._packed = error, self._packed[1:]
+                return False
+            if (found := packed.result()) is None:  # there was no more, or a loop that ended read no more
+                self._packed = self._packed[1:]
         packing, state = found
         batch, form = self._collection.packer.finish(packing), None
         if self._steps_per_call > 1:
@@ -480,8 +514,8 @@ class Pipeline:
         if layouts != self._sizes.layouts:
             pairs = list(zip(self._collection.stores, features.stores, strict=True))
             default = [default_send_capacity(*pair) for pair in pairs]
-            self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])
             self._collection.growth.record_features([features])
+            self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])
         return self._sizes
 
     def _plan_left(self) -> None:

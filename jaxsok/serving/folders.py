@@ -83,9 +83,9 @@ def open_table(
       CorruptFileError: files of an export are damaged.
 
     Cost:
-      Reads all files of the table once (of HPS: all keys), and cut keys again. Memory: a chunk (64 MiB), 8 bytes a key
-      twice (512 MiB at most), and as long as the result lives 17 bytes for each key of deltas, and all of their rows
-      with optimizer state if these have HELD_BYTES at most: then their files are not read again.
+      Reads all files of the table once (of HPS: all keys), and cut keys again, of an export twice. Memory: a chunk (64
+      MiB), 8 bytes a key twice (512 MiB at most), and as long as the result lives 17 bytes for each key of deltas, and
+      all of their rows with optimizer state if these have HELD_BYTES at most: then their files are not read again.
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _find(op, path, table)
@@ -264,7 +264,7 @@ def _cut_keys(op: str, source: TableSource, where: Callable[[int], str]) -> Tabl
     """
     most = np.uint64(2**32 - 1)
     cut = lambda keys: keys & most  # noqa: E731
-    is_wide = any((keys > most).any() for keys in source.keys())
+    is_wide = source.uuid is not None and any((keys > most).any() for keys in source.keys())
     if source.base is not None and (is_wide or any((keys > most).any() for keys in source.tombstones())):
         raise ServingError(
             f'{op}: table "{source.table}": source: got the delta "{source.path}" with keys of more than 32 bits, '

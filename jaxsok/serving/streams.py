@@ -349,9 +349,10 @@ class Follower(Repeated):
         if is_lost:
             raise ServingError(
                 f'follow: stream "{self._stream.name}": got the delta {self._pending[0].uuid} next, which rests on '
-                f"{base}, but the tables hold {sorted(set(map(str, held.values())))}: the versions between were "
-                "trimmed, or Session.update has set the tables back. Wanted a full export: publish one, or load an "
-                "export of then or later, by Session.update or as sparse_files."
+                f"{base}, but the tables hold {sorted({uuid or 'none' for uuid in held.values()})}: the versions "
+                "between were trimmed, or Session.update has set the tables back, or keys were cut to 32 bits (none). "
+                "Wanted a full export: publish one, or load an export of then or later, by Session.update or as "
+                "sparse_files."
             )
         if not self._pending:
             return 0

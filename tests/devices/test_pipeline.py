@@ -1,9 +1,12 @@
 """The pipeline: the same results as without it, sufficient capacities, plans some batches ahead."""
 
+import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
 import sys
+import threading
 import time
 import weakref
 
@@ -419,6 +422,14 @@ class Log:
         return self.num_read
 
 
+class SlowLog(Log):
+    """The same, read slowly."""
+
+    def __next__(self):
+        time.sleep(0.05)
+        return super().__next__()
+
+
 def pressing(number, counts):
     """Returns a profiler that presses Ctrl-C where the pipeline calls something; `counts[0]` counts these places.
 
@@ -455,7 +466,7 @@ WAYS = {
 def test_ctrl_c_at_any_call_loses_no_batch(way):
     """A second loop goes on with the batch that would have come."""
     num_shards, options = WAYS[way]
-    declared, num_batches = collection(num_shards), 6
+    declared, num_batches = collection(num_shards), 4
 
     def run(number):
         log, seen, counts, presses = Log(num_batches), [], [0], 0
@@ -516,3 +527,69 @@ def test_an_older_iterator_that_goes_ends_no_newer_loop():
         if len(seen) == 3:
             del peek
     assert seen == list(range(8))
+
+
+def press_twice(pipeline, monkeypatch, seen):
+    """Loops until Ctrl-C comes in the loop, and again where its end waits."""
+    wait, calls = type(pipeline)._wait_for, itertools.count()
+
+    def pressed(self, packed):
+        if next(calls) in (3, 4):
+            raise KeyboardInterrupt
+        return wait(self, packed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pipeline), "_wait_for", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            seen += (int(batch["number"][0]) for batch, _ in pipeline)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_ctrl_c_twice_ends_no_later_loop_early(prefetch, monkeypatch):
+    """What a loop that ended read no more is not taken for the end of the log."""
+    pipeline, seen = collection(None).pipeline(SlowLog(9), prefetch=prefetch), []
+    press_twice(pipeline, monkeypatch, seen)
+    time.sleep(0.2)  # the reader finds that the loop is over
+    assert len(seen) < 5
+    seen += (int(batch["number"][0]) for batch, _ in pipeline)
+    assert seen == list(range(9))
+
+
+def test_a_newer_loop_that_ends_ends_no_older_one():
+    """Within a loop one peeks at the next batch; the loop goes on behind it."""
+    pipeline, seen = collection(None).pipeline(Log(12)), []
+    for batch, _ in pipeline:
+        seen.append(int(batch["number"][0]))
+        if len(seen) == 3:
+            seen.append(int(next(iter(pipeline))[0]["number"][0]))
+    assert seen == list(range(12))
+
+
+def test_a_pipeline_that_is_forgotten_leaves_no_batch():
+    """Nothing refers to itself, so batches go without a garbage collection."""
+    pipeline = collection(None).pipeline(Log(9), prefetch=0)
+    for _, _ in zip(pipeline, range(2), strict=False):
+        pass
+    gone = weakref.ref(pipeline)
+    gc.disable()
+    try:
+        del pipeline
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_end_within_a_submission_waits_for_nothing():
+    """A loop may be collected wherever Python is, also where an executor holds its lock: its end must not take it."""
+
+    loop = iter(collection(None).pipeline(SlowLog(20)))  # the next batch is being read
+    next(loop)
+    ended = threading.Event()
+
+    def end():
+        with concurrent.futures.thread._global_shutdown_lock:
+            loop.close()
+        ended.set()
+
+    threading.Thread(target=end, daemon=True).start()
+    assert ended.wait(10)
