@@ -192,6 +192,11 @@ class Lifted(Optimizer):
                     "optax.inject_hyperparams, with a number for learning_rate, or pass a schedule to Optax."
                 )
             for place in form.rates:
+                if not jnp.issubdtype(before[place].dtype, jnp.floating):
+                    raise ValueError(
+                        f"update: learning_rate: got one, but optax.inject_hyperparams made {before[place].dtype} of "
+                        "the lifted optimizer's number, wanted a float: write 1.0 in place of 1."
+                    )
                 before[place] = jnp.asarray(learning_rate).astype(before[place].dtype)
         with _arithmetic_of_optax():
             zeros = jnp.zeros((1, dim), jnp.float32)
@@ -276,6 +281,12 @@ def _find_form(tx: Any, dim: int, rowwise: bool) -> _Form:
     (old, old_tree), (new, new_tree) = map(tree_util.tree_flatten, (states[num_rows], shapes[1]))
     if old_tree != new_tree or [leaf.shape for leaf in old] != [leaf.shape for leaf in new]:
         raise _refusal("its state changes its structure or shapes in an update", "Use another optimizer")
+    changed = {f"{a.dtype} to {b.dtype}" for a, b in zip(old, new, strict=True) if a.dtype != b.dtype}
+    if changed:
+        raise _refusal(
+            f"its state changes its dtype in an update, from {', '.join(sorted(changed))}",
+            "Let its init return the dtype that its update does",
+        )
 
     kinds = [0 if leaf.is_row else None for leaf in leaves]
     first = separable.dependences(init, [0], num_rows)

@@ -351,6 +351,24 @@ def test_made_inside_jit():
             jax.jit(lambda rate, make=make: lift(make(rate)) and rate)(0.1)
 
 
+@pytest.mark.parametrize("first", [jnp.int32(1), jnp.zeros((), bool), jnp.bfloat16(1)])
+def test_a_state_that_changes_its_dtype_is_refused(first):
+    """The stored state has one dtype: the next update would begin with another number than Optax's."""
+    tx = optax.GradientTransformation(lambda _: first, lambda g, state, _=None: (g, state.astype(jnp.float32) * 0.5))
+    with pytest.raises(ValueError, match=f"changes its dtype in an update, from {first.dtype} to float32"):
+        lift(tx).state_specs(DIM)
+
+
+def test_a_rate_that_was_an_integer_takes_no_other():
+    """Optax keeps it as int32, in which 0.25 is 0."""
+    table = jaxsok.TableSpec("item", 1, lift(optax.inject_hyperparams(optax.sgd)(learning_rate=1)), capacity=16)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("clicked", "item")])
+    batch = collection.batch({"clicked": np.array([7])})
+    _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    with pytest.raises(ValueError, match=r"learning_rate: got one, but .* made int32 .* write 1\.0 in place of 1"):
+        collection.update(state, plan, {"clicked": jnp.ones((1, 1))}, learning_rate=0.25)
+
+
 # State ---------------------------------------------------------------------------------------------------------------
 
 
