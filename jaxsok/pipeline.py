@@ -244,6 +244,7 @@ class Pipeline:
         self._sizes = _Sizes((), [], [])  # of the batch read last
         self._loop: object = None  # the newest one
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
+        self._reader_id: int | None = None  # of its thread
         self._reading = threading.Lock()  # held by the reader: Ctrl-C while its thread starts may leave two
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
@@ -359,7 +360,9 @@ class Pipeline:
         finally:  # when it returns, nothing reads the caller's iterator any more
             if self._loop is loop:
                 self._is_read, self._handed_out = True, None
-                self._packed = tuple([packed for packed in self._packed if self._wait_for(packed) or packed.result()])
+                if threading.get_ident() != self._reader_id:  # where it is collected, it would wait for itself
+                    ended = [packed for packed in self._packed if self._wait_for(packed) or packed.result()]
+                    self._packed = tuple(ended)
         if (error := self._failed) is not None:
             self._failed = None  # a later loop goes on behind it
             raise error
@@ -440,6 +443,7 @@ class Pipeline:
     def _fill(self) -> None:
         """Packs batches in the reader's thread, in the settings of the caller's, until nobody waits for one."""
         with self._reading:
+            self._reader_id = threading.get_ident()
             while (slot := next((s for s in self._packed if isinstance(s, _Slot) and not s.done()), None)) is not None:
                 try:
                     settings = slot.settings

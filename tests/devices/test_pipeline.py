@@ -593,3 +593,31 @@ def test_an_end_within_a_submission_waits_for_nothing():
 
     threading.Thread(target=end, daemon=True).start()
     assert ended.wait(10)
+
+
+def test_a_loop_that_the_reader_collects_waits_for_nothing():
+    """It would wait for the batch that its own thread is reading; a later loop goes on."""
+    loops, seen, is_suspended = [], [], threading.Event()
+
+    class Reader(Log):
+        def __next__(self):
+            if self.num_read == 4:
+                is_suspended.wait(10)
+                loops.clear()  # as a garbage collection does in this thread
+            return super().__next__()
+
+    pipeline = collection(None).pipeline(Reader(9))
+    loops.append(iter(pipeline))
+    for _ in range(3):
+        seen.append(int(next(loops[0])[0]["number"][0]))
+    is_suspended.set()
+
+    def go_on():
+        while loops:
+            time.sleep(0.01)
+        seen.extend(int(batch["number"][0]) for batch, _ in pipeline)
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert seen == list(range(9))
