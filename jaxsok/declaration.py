@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_forms
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_forms, require_distinct
 from jaxsok.types import MAX_CAPACITY, MAX_FEATURES, MAX_SLOTS
 
 
@@ -15,10 +15,7 @@ def check_specs(
         for spec in specs:
             if not isinstance(spec, wanted):
                 raise TypeError(f"Collection: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
-        names = [spec.name for spec in specs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"Collection: {kind}: got {twice} more than once, wanted one spec for each name.")
+        require_distinct(f"Collection: {kind}", specs)
     if not tables:
         raise ValueError("Collection: tables: got none, wanted at least one TableSpec.")
     known = [table.name for table in tables]

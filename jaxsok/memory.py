@@ -149,11 +149,11 @@ class MemoryEstimate:
             return [min(number, limit or number) for number, limit in rows]
 
         def fits(num_rows: int) -> bool:
-            capacities = [spec.rows_of_shard(scale(spec.tables, num_rows)) for spec in stores]
-            if max(capacities) > MAX_CAPACITY:
+            pairs = [(spec, scale(spec.tables, num_rows)) for spec in stores]
+            if max(spec.rows_of_shard(rows) for spec, rows in pairs) > MAX_CAPACITY:
                 return False
-            specs = [_with_capacities(spec, scale(spec.tables, num_rows)) for spec in stores]
-            return sum(sum(store_bytes(*store).values()) for store in zip(specs, capacities, strict=True)) <= room
+            counted = [store_bytes(_with_capacities(spec, rows), spec.rows_of_shard(rows)) for spec, rows in pairs]
+            return sum(sum(sizes.values()) for sizes in counted) <= room
 
         # A row takes more than a byte. All tables but one with a small share may be at their max_capacity.
         low, high = 0, max(room, 0) * self.num_shards * declared

@@ -122,7 +122,7 @@ class _Slot(concurrent.futures.Future):
     def __init__(self, settings: tuple | None):
         super().__init__()
         self.settings = settings
-        """The settings of the caller's thread."""
+        """JAX's settings in the thread that opened the slot."""
         self.is_requested = False
         """True as soon as the reader is sure to fill it."""
 
@@ -441,7 +441,7 @@ class Pipeline:
         return packed.exception()
 
     def _fill(self) -> None:
-        """Packs batches in the reader's thread, in the settings of the caller's, until nobody waits for one."""
+        """Fills all open slots in the reader's thread, under the settings of the threads that opened them."""
         with self._reading:
             self._reader_id = threading.get_ident()
             while (slot := next((s for s in self._packed if isinstance(s, _Slot) and not s.done()), None)) is not None:

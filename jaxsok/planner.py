@@ -196,8 +196,7 @@ def check_declarations(
     """Refuses declarations that no collection could be made of."""
     checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     names = [table.name for table in tables]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{op}: tables: got {twice} more than once, wanted one spec for each name.")
+    specs_lib.require_distinct(f"{op}: tables", tables)
     for feature in features:
         if feature.table not in names:
             raise ValueError(f'{op}: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')

@@ -583,6 +583,13 @@ def check_forms(op: str, features: Iterable[FeatureSpec]) -> None:
             )
 
 
+def require_distinct(what: str, specs: Sequence[TableSpec] | Sequence[FeatureSpec]) -> None:
+    """Refuses two specs of one name."""
+    names = [spec.name for spec in specs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{what}: got {twice} more than once, wanted one spec for each name.")
+
+
 def group_into_stores(
     tables: Sequence[TableSpec], num_shards: int = 1, of_bags: frozenset[str] = frozenset()
 ) -> tuple[StoreSpec, ...]:

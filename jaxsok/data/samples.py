@@ -377,9 +377,9 @@ def _read_parts(
         for first, last in itertools.pairwise(bounds):
             number = int(of_part[first])
             pieces.append((number, positions[first:last] - (int(ends[number - 1]) if number else 0)))
-    # Without samples, the columns are those of the first part that has some: a source without blocks knows none.
-    filled = min(int(np.searchsorted(ends, 0, "right")), len(ends) - 1)
-    parts = [read(number, of_part) for number, of_part in pieces or [(filled, slice(0, 0))]]
+    if not pieces:  # their columns are those of the first part with samples: a source without blocks knows none
+        pieces = [(min(int(np.searchsorted(ends, 0, "right")), len(ends) - 1), slice(0, 0))]
+    parts = [read(number, of_part) for number, of_part in pieces]
     return parts[0] if len(parts) == 1 else join_columns(parts)
 
 

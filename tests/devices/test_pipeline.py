@@ -288,9 +288,9 @@ def test_ctrl_c_while_a_batch_is_packed_leaves_none_out(stage, monkeypatch):
     monkeypatch.setattr(declared.packer, stage, interrupted)
     pipeline, seen = declared.pipeline(Log(6), prefetch=0), []
     with pytest.raises(KeyboardInterrupt):
-        seen += (int(batch["number"][0]) for batch, _ in pipeline)
+        seen += (number_of(batch) for batch, _ in pipeline)
     assert len(seen) < 3
-    seen += (int(batch["number"][0]) for batch, _ in pipeline)
+    seen += (number_of(batch) for batch, _ in pipeline)
     assert seen == list(range(6))
 
 
@@ -422,6 +422,10 @@ class Log:
         return self.num_read
 
 
+def number_of(batch):
+    return int(batch["number"][0])
+
+
 class SlowLog(Log):
     """The same, read slowly."""
 
@@ -513,7 +517,7 @@ def test_ctrl_c_while_the_reader_is_told_to_read():
     for _ in range(3):
         with contextlib.suppress(KeyboardInterrupt):
             for batch, _ in pipeline:
-                seen.append(int(np.asarray(batch["number"])[0]))
+                seen.append(number_of(batch))
     assert seen == list(range(6))
 
 
@@ -521,9 +525,9 @@ def test_an_older_iterator_that_goes_ends_no_newer_loop():
     """One peeks at the first batch, forgets the iterator, and loops."""
     pipeline = collection(None).pipeline(Log(8))
     peek = iter(pipeline)
-    seen = [int(next(peek)[0]["number"][0])]
+    seen = [number_of(next(peek)[0])]
     for batch, _ in pipeline:
-        seen.append(int(batch["number"][0]))
+        seen.append(number_of(batch))
         if len(seen) == 3:
             del peek
     assert seen == list(range(8))
@@ -541,17 +545,17 @@ def press_twice(pipeline, monkeypatch, seen):
     with monkeypatch.context() as patched:
         patched.setattr(type(pipeline), "_wait_for", pressed)
         with pytest.raises(KeyboardInterrupt):
-            seen += (int(batch["number"][0]) for batch, _ in pipeline)
+            seen += (number_of(batch) for batch, _ in pipeline)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_ctrl_c_twice_ends_no_later_loop_early(prefetch, monkeypatch):
-    """What a loop that ended read no more is not taken for the end of the log."""
+    """A later loop reads on: slots that the interrupted loop left empty are not the end of the log."""
     pipeline, seen = collection(None).pipeline(SlowLog(9), prefetch=prefetch), []
     press_twice(pipeline, monkeypatch, seen)
     time.sleep(0.2)  # the reader finds that the loop is over
     assert len(seen) < 5
-    seen += (int(batch["number"][0]) for batch, _ in pipeline)
+    seen += (number_of(batch) for batch, _ in pipeline)
     assert seen == list(range(9))
 
 
@@ -559,9 +563,9 @@ def test_a_newer_loop_that_ends_ends_no_older_one():
     """Within a loop one peeks at the next batch; the loop goes on behind it."""
     pipeline, seen = collection(None).pipeline(Log(12)), []
     for batch, _ in pipeline:
-        seen.append(int(batch["number"][0]))
+        seen.append(number_of(batch))
         if len(seen) == 3:
-            seen.append(int(next(iter(pipeline))[0]["number"][0]))
+            seen.append(number_of(next(iter(pipeline))[0]))
     assert seen == list(range(12))
 
 
@@ -581,7 +585,6 @@ def test_a_pipeline_that_is_forgotten_leaves_no_batch():
 
 def test_an_end_within_a_submission_waits_for_nothing():
     """A loop may be collected wherever Python is, also where an executor holds its lock: its end must not take it."""
-
     loop = iter(collection(None).pipeline(SlowLog(20)))  # the next batch is being read
     next(loop)
     ended = threading.Event()
@@ -609,13 +612,13 @@ def test_a_loop_that_the_reader_collects_waits_for_nothing():
     pipeline = collection(None).pipeline(Reader(9))
     loops.append(iter(pipeline))
     for _ in range(3):
-        seen.append(int(next(loops[0])[0]["number"][0]))
+        seen.append(number_of(next(loops[0])[0]))
     is_suspended.set()
 
     def go_on():
         while loops:
             time.sleep(0.01)
-        seen.extend(int(batch["number"][0]) for batch, _ in pipeline)
+        seen.extend(number_of(batch) for batch, _ in pipeline)
 
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()

@@ -571,7 +571,7 @@ def blocks(request, server, tmp_path):
     }
 
 
-def ask(session, content, version):
+def check_answers(session, content, version):
     keys = {"user": np.array([[0, 299, 7], [300, -1, -(2**63)]]), "item": np.arange(190, 210)}
     for _ in range(2):
         answer = session.lookup(keys)
@@ -601,15 +601,15 @@ def test_sessions(folders, blocks, tier, tmp_path):
         np.testing.assert_array_equal(predicted, expect(CONTENT["user"], keys, -1.0, 4))
     given["models"].pop()
     with serving.open(given, warm_up=False) as session:
-        ask(session, CONTENT, 1)
+        check_answers(session, CONTENT, 1)
         with pytest.raises(ServingError, match=r"in_place: got False .* rows there are changed where they lie"):
             session.update({"user": write(tmp_path / "newer", newer["user"])}, in_place=False)
         with pytest.raises(ServingError, match="in_place: got 'yes'"):
             session.update({"user": tmp_path / "newer"}, in_place="yes")
         assert session.update({"user": tmp_path / "newer"}) == 2
-        ask(session, newer, 2)
+        check_answers(session, newer, 2)
         session.refresh()
-        ask(session, newer, 2)
+        check_answers(session, newer, 2)
         assert session.stats()["host_bytes"] == 0 and session.stats()["in_place_updates"] == 1
     for block in blocks.values():
         if block["type"] != "disabled":
@@ -617,7 +617,7 @@ def test_sessions(folders, blocks, tier, tmp_path):
     if "persistent_db" in blocks:
         blocks["persistent_db"]["read_only"] = True
     with serving.open(given, warm_up=False) as session:
-        ask(session, newer, 1)
+        check_answers(session, newer, 1)
         if "persistent_db" in blocks:
             with pytest.raises(ServingError, match="persistent_db is read_only"):
                 session.update({"user": tmp_path / "newer"})
@@ -634,7 +634,7 @@ def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):
         with serving.open(
             config_of(model_of(folders, defaults=DEFAULTS, **CACHED), **blocks), warm_up=False
         ) as session:
-            ask(session, CONTENT, 1)
+            check_answers(session, CONTENT, 1)
             session.update({"user": newer})
 
 
@@ -682,7 +682,7 @@ def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp
         volatile = {"type": "redis_cluster", "address": server.address, "num_partitions": 4}
         model = model_of(folders, defaults=DEFAULTS, **CACHED)
         with serving.open(config_of(model, volatile_db=volatile), warm_up=False) as session:
-            ask(session, CONTENT, 1)
+            check_answers(session, CONTENT, 1)
             server.kill()
             with pytest.raises(DatabaseError, match="volatile_db") as caught:
                 session.update({"user": write(tmp_path / "newer", newer["user"])})
@@ -692,7 +692,7 @@ def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp
                 session.lookup({"user": np.arange(40, 48)})
             server.start()
             assert session.update({"user": tmp_path / "newer", "item": folders["item"][0]}) == 2
-            ask(session, newer, 2)
+            check_answers(session, newer, 2)
 
 
 def test_a_database_that_dies_after_an_update_takes_neither_cached_rows_nor_models_away(folders, tmp_path):
