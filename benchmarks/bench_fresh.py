@@ -1,7 +1,8 @@
 """Freshness: the time of a changed row from training to an answer, and the cost of updates for lookups.
 
 Question: delay from the change of rows in training to the first answer that has them, while training changes 1,000,000
-          rows/s; and the 99th percentile of lookups with updates over that without.
+          rows/s; and the 99th percentile of lookups with updates, over that without, and over that of a session that
+          does not follow while training and Redis work beside it.
 Workload: one table of 10,000,000 rows of 64 floats, all on the device; lookups of 256 keys, 200 a second. Another
           process trains, on the CPU or, where there are several GPUs, on the last: each second it assigns rows, erases
           a hundredth as many keys, and begins to export a delta, which a thread publishes to a Redis of this machine,
@@ -11,7 +12,8 @@ Command:  `python -m jaxsok bench --only fresh`
 Last result: docs/freshness.md (four H200s, commit 19928b8, and two, dcc22d2).
 
 Delays are measured by one clock: from before the rows are assigned until the return of a lookup that includes the key
-that every version changes. Lookups without updates are timed before and after those with updates, and pooled.
+that every version changes. Training works twice: beside a session that does not follow, and beside one that does, which
+first replays the versions of before. Lookups without updates are timed before and after each, and pooled.
 """
 
 import argparse
@@ -44,13 +46,18 @@ from .timing import summary
 NUM_ROWS, DIM, RATE = 10_000_000, 64, 1_000_000  # rows, floats per row, rows changed per second
 ERASED = 100  # One key is erased for this many changed rows.
 NUM_KEYS, LOOKUPS_PER_S = 256, 200
-SECONDS, QUICK_SECONDS = 20.0, 1.5  # per phase, of three
+SECONDS, QUICK_SECONDS = 20.0, 1.5  # per phase, of five
 INTERVAL_S, QUICK_INTERVAL_S = 1.0, 0.5  # between versions
 MODEL, TABLE = "fresh", "items"
 PROBE = 0  # the row that every version changes
 FIRST = 4  # until the first export is served, compilation included
 STRIDE = 7919  # A prime that divides no number of rows here, so the rows of a version are distinct.
 DRAIN_S = 60.0  # until the last version is served
+UPDATES = {  # the note of a record of lookups, and what its table says
+    False: "without updates",
+    "beside": "without updates, beside training",
+    True: "with updates",
+}
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -62,29 +69,32 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
         recorder.skip("serving freshness", "no redis-server on this machine")
         return
     seconds, interval_s = (QUICK_SECONDS, QUICK_INTERVAL_S) if is_quick else (SECONDS, INTERVAL_S)
-    if not recorder.has_time("serving freshness", needs_s=5 * seconds):
+    if not recorder.has_time("serving freshness", needs_s=7 * seconds):
         return
     num_rows, rate = max(1000, round(NUM_ROWS * scale)), max(100, round(RATE * scale))
     with tempfile.TemporaryDirectory() as folder, _redis(program, folder) as url:
         options = {"url": url, "folder": folder, "rows": num_rows, "rate": rate, "seconds": seconds, "seed": seed}
-        with _training({**options, "interval": interval_s}) as training, _session(folder, url, num_rows) as session:
-            lookups = _Lookups(session, num_rows, seed)
-            before = lookups.run(seconds)
-            assert training.stdin is not None and training.stdout is not None
-            print("go", file=training.stdin, flush=True)
-            during = lookups.run(seconds)
-            versions = [json.loads(line) for line in training.stdout]
-            if training.wait() != 0 or not versions:
-                raise RuntimeError(f"bench_fresh: training ended with {training.returncode}, {len(versions)} versions.")
-            lookups.run(DRAIN_S, until=versions[-1]["version"])
-            after = lookups.run(seconds)
-    _record(recorder, [*before, *after], during, versions, lookups.seen, num_rows)
+        with _training({**options, "interval": interval_s}) as training:
+            with _session(folder, num_rows) as session:
+                lookups = _Lookups(session, num_rows, seed)
+                without = lookups.run(seconds)
+                _go(training)
+                beside = lookups.run(seconds)
+                _versions_of(training)
+            with _session(folder, num_rows, url) as session:  # it replays these versions
+                lookups = _Lookups(session, num_rows, seed)
+                without += lookups.run(seconds)
+                _go(training)
+                during = lookups.run(seconds)
+                versions = _versions_of(training)
+                lookups.run(DRAIN_S, until=versions[-1]["version"])
+                without += lookups.run(seconds)
+    _record(recorder, {False: without, "beside": beside, True: during}, versions, lookups.seen, num_rows)
 
 
 def _record(
     recorder: Recorder,
-    without: list[float],
-    during: list[float],
+    lookups: dict[bool | str, list[float]],
     versions: list[dict[str, Any]],
     seen: dict[int, float],
     num_rows: int,
@@ -110,9 +120,9 @@ def _record(
     moved = round(sum(version["num_bytes"] for version in versions) / len(versions))
     delay = summary([1e3 * delay for delay in delays_s], 1)
     recorder.add(Record("fresh", records.FRESH, "jaxsok", delay, variant=shape, moved_bytes=moved, notes=notes))
-    for variant, found in (("without updates", without), ("with updates", during)):
-        times = [1e3 * delay for delay in found]
-        notes = {"part": "fresh", "p99_ms": float(np.percentile(times, 99)), "max_ms": max(times)}
+    for updates, variant in UPDATES.items():
+        times = [1e3 * took for took in lookups[updates]]
+        notes = {"part": "fresh", "p99_ms": float(np.percentile(times, 99)), "max_ms": max(times), "updates": updates}
         recorder.add(
             Record(
                 "fresh",
@@ -121,7 +131,7 @@ def _record(
                 summary(times, 1),
                 variant=f"{shape}, {variant}",
                 num_keys=NUM_KEYS,
-                notes=notes | {"updates": variant == "with updates"},
+                notes=notes,
             )
         )
 
@@ -158,7 +168,8 @@ class _Lookups:
         return found
 
 
-def _session(folder: str, url: str, num_rows: int) -> serving.Session:
+def _session(folder: str, num_rows: int, url: str | None = None) -> serving.Session:
+    """Opens the first export; with the URL of a Redis, the session follows the stream there."""
     model = {
         "model": MODEL,
         "sparse_files": [f"{folder}/0"],
@@ -172,7 +183,7 @@ def _session(folder: str, url: str, num_rows: int) -> serving.Session:
         "jaxsok": {"spare_rows": num_rows // 16},
     }
     source = {"type": "redis_stream", "brokers": url, "jaxsok": {"consumer": "bench"}}
-    return serving.open({"supportlonglong": True, "models": [model], "update_source": source})
+    return serving.open({"supportlonglong": True, "models": [model], **({"update_source": source} if url else {})})
 
 
 def _keys(ids: np.ndarray) -> np.ndarray:
@@ -223,8 +234,26 @@ def _training(options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def _go(training: subprocess.Popen[str]) -> None:
+    assert training.stdin is not None
+    print("go", file=training.stdin, flush=True)
+
+
+def _versions_of(training: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """Waits until training has worked once; returns the versions of this time."""
+    assert training.stdout is not None
+    versions = []
+    while (line := training.stdout.readline()) != "ready\n":
+        if not line:
+            raise RuntimeError(f"bench_fresh: training ended with {training.wait()}.")
+        versions.append(json.loads(line))
+    if not versions:
+        raise RuntimeError("bench_fresh: training published no version.")
+    return versions
+
+
 def main() -> None:
-    """Trains: fills a table, exports it, waits for a line of input, and publishes versions, each reported as JSON."""
+    """Trains: fills a table and exports it; then, for each line of input, publishes versions, each reported as JSON."""
     parser = argparse.ArgumentParser()
     for name, kind in (("url", str), ("folder", pathlib.Path), ("rows", int), ("rate", int), ("seed", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
@@ -267,9 +296,6 @@ def _train(options: argparse.Namespace) -> None:
     change(FIRST)
     base = checkpoint.export_full(options.folder / "0", collection, state, clock=FIRST + 1, keeps_keys=True)
     publisher = streams.Publisher(options.url, MODEL, max_bytes=32 << 30)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    start, number = time.monotonic(), 0
 
     def publish(exporting: concurrent.futures.Future[checkpoint.Exported], found: dict[str, Any]) -> None:
         """Publishes a version when it is written, and reports it."""
@@ -280,22 +306,30 @@ def _train(options: argparse.Namespace) -> None:
         found["num_bytes"] = sum(file.stat().st_size for file in path.iterdir())
         print(json.dumps(found), flush=True)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # training goes on while a version is written and published
-        published: concurrent.futures.Future[None] | None = None
-        exporting: concurrent.futures.Future[checkpoint.Exported] | None = None
-        while time.monotonic() - start < options.seconds:
-            number += 1
-            path, version = options.folder / f"{number}", FIRST + number
-            found: dict[str, Any] = {"version": number, "began": time.time()}
-            found["num_rows"] = change(version)
-            base = exporting.result() if exporting else base
-            found["exporting"] = time.time()
-            exporting = checkpoint.begin_export_delta(path, collection, state, base, clock=version + 1, keeps_keys=True)
-            found["pause_s"] = time.time() - found["exporting"]
+    version = FIRST
+    exporting: concurrent.futures.Future[checkpoint.Exported] | None = None
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start, number = time.monotonic(), 0
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # training goes on while a version is published
+            published: concurrent.futures.Future[None] | None = None
+            while time.monotonic() - start < options.seconds:
+                number, version = number + 1, version + 1
+                found: dict[str, Any] = {"version": version - FIRST, "began": time.time()}
+                found["num_rows"] = change(version)
+                base = exporting.result() if exporting else base
+                found["exporting"] = time.time()
+                exporting = checkpoint.begin_export_delta(
+                    options.folder / f"{version - FIRST}", collection, state, base, clock=version + 1, keeps_keys=True
+                )
+                found["pause_s"] = time.time() - found["exporting"]
+                if published is not None:
+                    published.result()
+                published = pool.submit(publish, exporting, found)
+                time.sleep(max(0.0, start + number * options.interval - time.monotonic()))
             if published is not None:
                 published.result()
-            published = pool.submit(publish, exporting, found)
-            time.sleep(max(0.0, start + number * options.interval - time.monotonic()))
+        print("ready", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,13 @@ import functools
 import itertools
 import json
 import logging
+import multiprocessing.spawn
 import os
 import pathlib
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,23 +32,23 @@ from jaxsok import checks
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.saved import Source
 from jaxsok.manifests import check_value, entries, integer, list_of, optional, text, tuple_of
+from jaxsok.serving import stream_files
 from jaxsok.serving.config import UpdateSource
 from jaxsok.serving.config.keys import URL_OF_REDIS, is_url_of_redis
-from jaxsok.serving.databases.redis import RedisClusterException, redis
+from jaxsok.serving.databases.redis import redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.ready import Repeated
+from jaxsok.serving.stream_files import CAN_FAIL, GONE, TIMEOUT_S, UNWRITTEN, connect
 
 __all__ = ["Publisher"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Redis answers others between two chunks, and so does a server, whose client reads a chunk with Python's lock held: of
-# the waits of other threads for it the 99th percentile was 0.3 to 0.5 ms with 1 MiB, and is 0.08.
+# Redis answers others between two chunks.
 CHUNK_BYTES = 256 << 10
 UNFINISHED_S = 600  # for which Redis keeps chunks without an entry
 BATCH_BYTES = 2 * 2**30  # versions up to this many bytes are applied as one version
-TIMEOUT_S = 5.0  # for an answer of Redis
 WAIT_S = 0.5  # for the next version; `stop` waits as long
 WAIT_AHEAD_S = 0.05  # the same while versions are applied, whose end waits as long
 RETRY_S = 1.0  # after a failure
@@ -99,26 +102,25 @@ class _Stream:
     def __init__(self, op: str, url: str, model: str) -> None:
         if not is_url_of_redis(url):
             raise ServingError(f"{op}: url: got something else (not shown), wanted {URL_OF_REDIS}.")
-        self._op, self._url, self.name = op, url, f"jaxsok:{{{model}}}"
+        self._op, self.url, self.name = op, url, f"jaxsok:{{{model}}}"
 
     @functools.cached_property
     def _client(self) -> Any:
-        options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
-        client = redis.Redis.from_url(self._url, **options)
-        if not client.info("cluster")["cluster_enabled"]:
-            return client
-        client.close()
-        return redis.RedisCluster.from_url(self._url, **options)
+        return connect(self.url)
 
     def call(self, run: Callable[[Any], T]) -> T:
         try:
             return run(self._client)
-        except (redis.RedisError, RedisClusterException, OSError, ValueError) as error:  # ValueError: the URL's query
-            host = urllib.parse.urlsplit(self._url)._replace(query="").geturl().rpartition("@")[2]
-            raise DatabaseError(
-                f'{self._op}: stream "{self.name}": got {type(error).__name__} of Redis at "{host}" ({error}), wanted '
-                f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again."
-            ) from error
+        except CAN_FAIL as error:
+            raise self.failure(type(error).__name__, str(error)) from error
+
+    def failure(self, kind: str, text: str) -> DatabaseError:
+        """Makes the error of a call that failed with an exception of this kind and text."""
+        host = urllib.parse.urlsplit(self.url)._replace(query="").geturl().rpartition("@")[2]
+        return DatabaseError(
+            f'{self._op}: stream "{self.name}": got {kind} of Redis at "{host}" ({text}), wanted an answer in '
+            f"{TIMEOUT_S:g} s; see that it runs and has memory, then try again."
+        )
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:
         """Reads the versions behind an entry; waits for one if there is none."""
@@ -260,6 +262,53 @@ class _Gone(ServingError):
     """Redis no longer has the files of a version."""
 
 
+class _Fetcher:
+    """Writes the files of versions, in a process that starts with the first one, and again after it has ended."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+        self._process: subprocess.Popen[str] | None = None
+
+    def write_files(self, entry: _Entry, folder: pathlib.Path) -> None:
+        """Writes the files of a version into a folder; one call at a time.
+
+        _Gone: they were trimmed. DatabaseError: Redis does not answer. ServingError: the folder cannot take them.
+        """
+        kind, got = self._ask(entry.payload, entry.files, str(folder))
+        if kind == GONE:
+            raise _Gone(f"follow: version {entry.uuid}: {got}; it was trimmed meanwhile, or Redis has lost it.")
+        if kind == UNWRITTEN:
+            what = f'its {entry.num_bytes} bytes written to "{folder}"; make room there, or set TMPDIR'
+            raise ServingError(f"follow: version {entry.uuid}: files: got {got}, wanted {what}.")
+        if kind is not None:
+            raise self._stream.failure(kind, got)
+
+    def _ask(self, *version: Any) -> tuple[str | None, str]:
+        """Sends a version to the process; returns its answer: the kind of what went wrong, and what was got."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(OSError):  # the process has ended
+            print(json.dumps([self._stream.url, *version]), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        if answer.endswith("\n"):
+            return json.loads(answer)
+        self.close()
+        return "no answer", f"the process that reads from it has ended with {process.returncode}; its output says why"
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [multiprocessing.spawn.get_executable(), "-P", stream_files.__file__]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process finds
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
 def _find_next(pending: Sequence[_Entry], held: Mapping[str, str | None]) -> tuple[int, Sequence[str], bool]:
     """Finds the next version that tables lack, by the versions that they hold, which may differ.
 
@@ -278,7 +327,7 @@ class Follower(Repeated):
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
     It goes on from what the tables hold, so a server that was opened again replays what it lacks. While it applies
-    versions, another thread fetches the files of those that come.
+    versions, another thread has the files of those that come fetched, by a process of its own.
     """
 
     def __init__(self, source: UpdateSource, model: str, served: Any) -> None:
@@ -290,6 +339,7 @@ class Follower(Repeated):
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
         # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
+        self._fetcher = _Fetcher(self._stream)
         self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-stream-")
         self._fetched: dict[str, pathlib.Path] = {}
 
@@ -303,6 +353,7 @@ class Follower(Repeated):
         has_ended = super().close(until)
         if has_ended:
             self._stream.close()
+            self._fetcher.close()
             self._folder.cleanup()
         return has_ended
 
@@ -420,25 +471,11 @@ class Follower(Repeated):
             return
         try:
             path.mkdir(parents=True)  # a system may remove old temporary folders
-            self._write_files(entry, path)
+            self._fetcher.write_files(entry, path)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
         self._fetched[entry.uuid] = path
-
-    def _write_files(self, entry: _Entry, path: pathlib.Path) -> None:
-        payload = entry.payload
-        chunks = (self._stream.call(lambda client, i=i: client.lindex(payload, i)) for i in itertools.count())
-        for name, size in entry.files:
-            with (path / name).open("wb") as file:
-                while (rest := size - file.tell()) > 0:
-                    chunk = next(chunks)
-                    if chunk is None or len(chunk) > rest:
-                        raise _Gone(
-                            f'follow: version {entry.uuid}: file "{name}": got {len(chunk or b"")} bytes, wanted the '
-                            f"last {rest}; it was trimmed meanwhile, or Redis has lost it."
-                        )
-                    file.write(chunk)
 
 
 def _push(payload: str, chunk: bytes, client: Any) -> None:

@@ -392,6 +392,29 @@ def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
         assert serves(session, training)
 
 
+def test_files_are_written_by_a_process_that_is_started_again(url, tmp_path, caplog):
+    """Its command line does not show the URL; whoever kills it delays a version; it ends with the session."""
+    training = Training(tmp_path, url)
+    with serve(url, training) as session:
+        fetcher, pids = session._followers["dlrm"]._fetcher, []
+        for _ in range(2):
+            training.publish(keys=[3])
+            wait_until(lambda: serves(session, training))
+            pids.append(fetcher._process.pid)
+            assert url not in pathlib.Path(f"/proc/{pids[-1]}/cmdline").read_text()
+            os.kill(pids[-1], signal.SIGKILL)
+            os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOWAIT)
+        assert pids[0] != pids[1] and "ended with -9" in caplog.text
+        training.publish(keys=[5])
+        wait_until(lambda: serves(session, training))
+        pid = fetcher._process.pid
+        (entry,) = session._followers["dlrm"]._stream.entries()[-1:]
+        with pytest.raises(ServingError, match=f"No such file.*wanted its {entry.num_bytes} bytes written to"):
+            fetcher.write_files(entry, tmp_path / "missing")
+    assert not pathlib.Path(f"/proc/{pid}").exists()
+    training.publisher.close()
+
+
 def test_versions_are_fetched_while_others_are_applied(url, server, tmp_path, monkeypatch):
     """Files of versions that come during an update are there at its end; then they go, whether applied or refused."""
     training = Training(tmp_path, url)

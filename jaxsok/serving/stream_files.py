@@ -1,0 +1,67 @@
+"""A process that writes the files of versions: `python -P stream_files.py` of `streams.Follower`.
+
+Redis's client holds Python's lock while it copies a chunk. In the process that answers requests, lookups would wait
+for it; here nothing does. This module imports no other one of jaxsok, so its process starts in 0.2 s and has no JAX.
+
+Each line of its input is a version, in JSON: the URL of Redis, the key of its chunks, the names and sizes of its files,
+and the folder for them. It answers with a line: the kind of what went wrong, and what was got, or two times null.
+"""
+
+import json
+import pathlib
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+from redis.exceptions import RedisClusterException
+
+TIMEOUT_S = 5.0  # for an answer of Redis
+CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError  # ValueError: the URL's query
+GONE, UNWRITTEN = "gone", "unwritten"  # kinds: Redis no longer has the files, or this host cannot write them
+
+
+def connect(url: str) -> Any:
+    """Connects to a Redis, or to a cluster by one of its nodes."""
+    options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+    client = redis.Redis.from_url(url, **options)
+    if not client.info("cluster")["cluster_enabled"]:
+        return client
+    client.close()
+    return redis.RedisCluster.from_url(url, **options)
+
+
+def write_files(client: Any, payload: str, files: Sequence[tuple[str, int]], folder: pathlib.Path) -> str | None:
+    """Writes the chunks of a version to files of these names and sizes; returns what was got in place of one."""
+    number = 0
+    for name, size in files:
+        with (folder / name).open("wb") as file:
+            while (rest := size - file.tell()) > 0:
+                chunk = client.lindex(payload, number)
+                if chunk is None or len(chunk) > rest:
+                    return f'file "{name}": got {len(chunk or b"")} bytes, wanted the last {rest}'
+                file.write(chunk)
+                number += 1
+    return None
+
+
+def main() -> None:
+    """Writes files as long as there are lines of input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that answers requests, which ends this one
+    client = None
+    for line in sys.stdin:
+        url, payload, files, folder = json.loads(line)
+        try:
+            client = client or connect(url)
+            got = write_files(client, payload, files, pathlib.Path(folder))
+            kind = got and GONE
+        except OSError as error:
+            kind, got = UNWRITTEN, str(error)
+        except CAN_FAIL as error:
+            kind, got = type(error).__name__, str(error)
+        print(json.dumps([kind, got]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
