@@ -9,7 +9,7 @@ Workload: one table of 10,000,000 rows of 64 floats, all on the device; lookups 
           which the session follows.
 Limit:    none; the targets are 5 s, and 1.1 times the 99th percentile.
 Command:  `python -m jaxsok bench --only fresh`
-Last result: docs/freshness.md (four H200s, commit 19928b8, and two, dcc22d2).
+Last result: docs/freshness.md (two H200s, commit 2c890612).
 
 Delays are measured by one clock: from before the rows are assigned until the return of a lookup that includes the key
 that every version changes. Training works twice: beside a session that does not follow, and beside one that does, which
