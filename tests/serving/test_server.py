@@ -248,6 +248,13 @@ def test_small_integers_are_not_cut(dtype, low, high):
                 wire.read_numbers(given, dtype, "x")
 
 
+def test_complex_outputs_are_refused(client, monkeypatch):
+    """Neither format has complex numbers; their imaginary parts must not be lost."""
+    monkeypatch.setitem(cases.OUTPUTS["mixed"], "logits", artifact.OutputSpec(("b",), "complex64"))
+    found = client.post(MIXED, content=mixed_inputs(), headers=JSON)
+    assert found.status_code == 400 and 'output "logits": got complex64' in found.json()["error"]["message"]
+
+
 def test_inputs_of_all_kinds(client):
     wanted = [5 * 0.5 + 6 * 2 + 3 + 1 - 128 + 0.5, -7 + 7 + 0 + 7 + 1]
     assert client.post(MIXED, content=mixed_inputs(), headers=JSON).json()["outputs"]["logits"] == wanted

@@ -124,7 +124,12 @@ class Predictions(_Calls):
 
     def read(self, body: bytes, given: str, model: Any) -> ParsedRequest:
         """Reads inputs of one batch size; raises a ServingError for what the model cannot answer."""
-        op, specs, found = self.op, model.inputs, _parse(self, body, given, model)
+        op, specs = self.op, model.inputs
+        for name, output in model.outputs.items():
+            if output.dtype.startswith("complex"):
+                wanted = "real numbers, as the formats have; export its real and its imaginary part"
+                raise RequestError(f'{op}: output "{name}": got {output.dtype}, wanted {wanted}.')
+        found = _parse(self, body, given, model)
         if given == "tensors":
             found = _with_bags(found, specs)
         for name in found:
