@@ -5,6 +5,7 @@
 //   ./lookup_frozen tables item 7 9 -1          prints the rows of three keys of the table "item"
 #include <jaxsok.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -42,7 +43,15 @@ int main(int argc, char** argv) {
     return 1;
   }
   std::vector<uint64_t> keys;
-  for (int i = 3; i < argc; ++i) keys.push_back(static_cast<uint64_t>(std::strtoll(argv[i], nullptr, 10)));
+  for (int i = 3; i < argc; ++i) {
+    char* end = nullptr;
+    errno = 0;
+    keys.push_back(std::strtoull(argv[i], &end, 10));  // -1 is 2^64 - 1
+    if (end == argv[i] || *end != '\0' || errno != 0) {
+      std::fprintf(stderr, "lookup_frozen: got the key \"%s\", wanted an integer of 64 bits\n", argv[i]);
+      return 1;
+    }
+  }
   const auto num_keys = static_cast<int64_t>(keys.size());
   const int32_t dim = jaxsok_table_dim(opened, table);
   std::vector<float> rows(keys.size() * static_cast<size_t>(dim));
@@ -62,7 +71,7 @@ int main(int argc, char** argv) {
   if (jaxsok_lookup(opened, &batch, /*stream=*/nullptr) != JAXSOK_OK) return Fail();
 
   for (size_t i = 0; i < keys.size(); ++i) {
-    std::printf("%lld", static_cast<long long>(keys[i]));
+    std::printf("%llu", static_cast<unsigned long long>(keys[i]));
     for (int32_t c = 0; c < dim; ++c) std::printf(" %.9g", static_cast<double>(rows[i * static_cast<size_t>(dim) + c]));
     std::printf("\n");
   }

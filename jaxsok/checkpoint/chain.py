@@ -52,8 +52,10 @@ def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
 
 
 def _base_of(op: str, delta: Source) -> Source:
-    """Opens the export that a delta rests on, where it was when the delta was written."""
-    folder = (delta.folder.absolute().parent / delta.manifest["base_path"]).resolve()
+    """Opens the export that a delta rests on, as near to it, or to a link to it, as when the delta was written."""
+    parents = delta.folder.absolute().parent, delta.folder.resolve().parent
+    folders = [(parent / delta.manifest["base_path"]).resolve() for parent in parents]
+    folder = next((folder for folder in folders if (folder / manifest_lib.NAME).exists()), folders[0])
     if not (folder / manifest_lib.NAME).exists():
         raise ValueError(
             f'{op}: path: got the delta "{delta.folder}" alone, whose base "{folder}" is not there; give all '

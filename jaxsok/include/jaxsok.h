@@ -10,7 +10,7 @@
  * thread closes the tables when no other thread uses them any more.
  *
  * Errors: a function that can fail returns JAXSOK_OK or another jaxsok_status, and jaxsok_error() returns a message. A
- * call that fails changes nothing, except the embeddings of a JAXSOK_DEVICE_FAILED lookup.
+ * call that fails changes nothing, except the embeddings of a JAXSOK_DEVICE_FAILED or JAXSOK_BAD_INDEX lookup.
  *
  * Files: their contents are neither executed nor trusted. Sizes, and by default checksums, are checked before use. Do
  * not change an open folder: write a new one, open it, and close the old one. If a file is truncated while it is

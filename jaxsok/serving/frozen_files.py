@@ -30,6 +30,7 @@ def export_frozen(path: str | os.PathLike[str], tables: FrozenTables) -> None:
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
       TypeError: `tables` are not FrozenTables.
+      ValueError: the name of a table has a NUL character, which ends a name in C.
 
     Cost:
       Disk: the bytes of the tables. Host: the largest array of a store, where it lies on another device.
@@ -46,6 +47,11 @@ def export_frozen(path: str | os.PathLike[str], tables: FrozenTables) -> None:
       ['frozen.json', 'store_0.index', 'store_0.rows']
     """
     require_tables("export_frozen", tables)
+    for name in tables.tables:
+        if "\0" in name:
+            raise ValueError(
+                f"export_frozen: tables: got the name {name!r}, wanted one without NUL, which ends it in C."
+            )
     with published.new_folder("export_frozen", pathlib.Path(path)) as folder:
         stores = [_write_store(folder, s, tables) for s in range(len(tables.stores))]
         body = {

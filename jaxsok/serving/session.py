@@ -227,10 +227,10 @@ class Session:
         self._is_closed = True
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        workers = [*self._followers.values(), *(reader for served in models.values() for reader in served.readers)]
-        for worker in workers:
+        followers = list(self._followers.values())
+        for worker in (*followers, *(reader for served in models.values() for reader in served.readers)):
             worker.stop()  # stop all before waiting for any
-        have_ended = [worker.close(until) for worker in workers]
+        have_ended = [worker.close(until) for worker in (*followers, *models.values())]
         databases, self._databases = self._databases, (None, None)
         for database in filter(None, databases):
             database.close()

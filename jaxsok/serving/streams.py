@@ -180,11 +180,12 @@ class Publisher:
 
         With `by_path` only its path goes through Redis, for servers that find the folder there: for full exports.
 
-        Servers see all of it or nothing. Versions before a full export go, and where there is no room, the oldest ones
+        Servers see all of it or nothing. The last version of the stream is not added again: an answer of Redis that was
+        lost may have been a success. Versions before a full export go, and where there is no room, the oldest ones
         that all servers have read. If these are too few, it waits for servers, `timeout_s` at most.
 
         Raises:
-          ServingError: a delta that does not rest on the last version of the stream, or a version that was published.
+          ServingError: a delta that does not rest on the last version of the stream, or a version that is before it.
           StreamFullError: servers are too far behind; it names the last one.
           DatabaseError: Redis does not answer, or has no memory.
           CorruptFileError, FileNotFoundError: the folder.
@@ -199,6 +200,8 @@ class Publisher:
         sizes = [] if by_path else [(name, (path / name).stat().st_size) for name in names]
         base = manifest["base"] if manifest["kind"] == "delta" else None
         leaving = self._make_room(path, manifest["uuid"], base, sum(size for _, size in sizes))
+        if leaving is None:
+            return
         token, num_chunks = secrets.token_hex(8), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
         payload = f"{stream.name}:{token}"
         for chunk in _chunks(path, [name for name, _ in sizes]):
@@ -220,11 +223,13 @@ class Publisher:
             )
         stream.call(finish)
 
-    def _make_room(self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int) -> list[_Entry]:
-        """Waits until a version has room; returns those that leave for it."""
+    def _make_room(self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int) -> list[_Entry] | None:
+        """Waits until a version has room; returns those that leave for it, or None if it is the last one there."""
         until = time.monotonic() + self._timeout_s
         while True:
             there, positions = self._stream.entries(), self._stream.positions()
+            if there and there[-1].uuid == uuid:
+                return None
             if uuid in [entry.uuid for entry in there]:
                 raise ServingError(f'publish: folder: got "{path}", which was published, wanted the next version.')
             if base and there and there[-1].uuid != base:

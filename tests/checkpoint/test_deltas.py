@@ -735,6 +735,17 @@ def test_a_delta_behind_a_symbolic_link_finds_its_base(tmp_path):
     second = checkpoint.export_delta(tmp_path / "deltas" / "second", collection, state, base=first)
     for delta in (first, second):
         assert_same(content(collection, checkpoint.load(delta.path, collection)), content(collection, state))
+        link = tmp_path / "latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(delta.path)
+        assert_same(content(collection, checkpoint.load(link, collection)), content(collection, state))
+    third = checkpoint.export_delta(tmp_path / "third", collection, state, base=link)
+    assert_same(content(collection, checkpoint.load(third.path, collection)), content(collection, state))
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    third.path.rename(cold / "third")  # moved, with a link where it was
+    third.path.symlink_to(cold / "third")
+    assert_same(content(collection, checkpoint.load(third.path, collection)), content(collection, state))
 
 
 def test_two_clocks_are_refused(tmp_path):

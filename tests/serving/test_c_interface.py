@@ -185,6 +185,10 @@ def test_rows_are_those_that_were_frozen(tmp_path):
         for name, rows in content.items()
     ]
     serving.export_frozen(tmp_path / "tables", freeze_records(sources)[0])
+    named = freeze_records([(FrozenTable("nul\0", 5), sources[0][1])])[0]
+    with pytest.raises(ValueError, match=r"export_frozen: tables: got the name 'nul\\x00', wanted one without NUL"):
+        serving.export_frozen(tmp_path / "none", named)
+    assert not (tmp_path / "none").exists()
     keys = np.array([0, 1, 3, 87, 90, 2**64 - 1, 2**63], np.uint64)
     with open_tables(tmp_path / "tables") as tables:
         assert tables.tables() == {name: (5, len(rows)) for name, rows in content.items()}
@@ -414,14 +418,16 @@ def build_example(name, folder):
 
 def test_the_example_prints_rows(folder, tmp_path):
     program = build_example("lookup_frozen", tmp_path)
-    found = subprocess.run([program, folder, "float32_4_0", "3", "77", "-1"], capture_output=True, text=True)
+    given = ["3", "77", str(2**63 + 1), "-1"]
+    found = subprocess.run([program, folder, "float32_4_0", *given], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    keys = np.array([3, 77, PADDING], np.uint64)
+    keys = np.array([3, 77, 2**63 + 1, PADDING], np.uint64)
     rows = look_up(world(), [Request("float32_4_0", keys)])[0]
-    lines = [line.split() for line in found.stdout.splitlines()[-3:]]
-    assert [line[0] for line in lines] == ["3", "77", "-1"]
+    lines = [line.split() for line in found.stdout.splitlines()[-4:]]
+    assert [int(line[0]) for line in lines] == keys.tolist()
     np.testing.assert_array_equal(np.array([line[1:] for line in lines], np.float32), rows)
-    for arguments in ([folder / "nowhere", "item", "3"], [folder, "nobody", "3"], [folder]):
+    wrong = [[folder, "float32_4_0", key] for key in ("abc", "3x", "", str(2**64))]
+    for arguments in ([folder / "nowhere", "item", "3"], [folder, "nobody", "3"], [folder], *wrong):
         found = subprocess.run([program, *arguments], capture_output=True, text=True)
         assert found.returncode == 1 and found.stderr.count("\n") == 1
 

@@ -230,6 +230,9 @@ def test_a_partition_that_overflows_shrinks_to_its_target(server, redis, policy)
     if policy == "evict_oldest":
         past = struct.pack("<q", int(time.time()) - 100)
         server.client.hset(f"{name}t", mapping={struct.pack("<q", key): past for key in range(20)})
+        server.client.hset(f"{name}t", struct.pack("<q", 777), past)  # noted after the row had left
+    if policy == "evict_least_used":
+        server.client.hset(f"{name}t", struct.pack("<q", 777), 9)
     for _ in range(3):
         rows.fetch("user", np.array([*used, 999], np.uint64))
     database.background.drain()
@@ -296,6 +299,15 @@ def test_the_volatile_database_is_asked_first_and_rows_are_lifted(tiers):
     tiers.background.drain()
     check(tiers.volatile, "user", [1, 2, 3, 9], {key: content[key] for key in (1, 2)})  # The default is left out.
     assert tiers.both.num_rows("user") == 6 and sum(chunk.num_rows for chunk in tiers.both.scan("user", 4)) == 6
+
+
+def test_a_table_that_is_written_whole_leaves_nothing_in_either_database(tiers):
+    """After an update that failed the two may have other keys."""
+    tiers.volatile.insert("user", u64(0, 1, 4, 7), rows_for([0, 1, 4, 7], 4))
+    tiers.persistent.insert("user", u64(4, 5, 7), rows_for([4, 5, 7], 4))
+    assert tiers.both.keep_only("user", u64(7, 4, 9)).tolist() == [0, 1, 5]
+    for rows in (tiers.volatile, tiers.persistent, tiers.both):
+        check(rows, "user", range(10), {key: rows_for([key], 4)[0] for key in (4, 7)})
 
 
 def test_a_lifted_row_does_not_replace_a_newer_one(tiers, monkeypatch):
@@ -500,6 +512,39 @@ def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
             op("user")
 
 
+def test_a_folder_is_let_go_when_the_calls_that_run_have_ended(tmp_path, caplog):
+    """Threads that read, write and scan end with the refusal; what they have written is there."""
+    keys = np.arange(2000, dtype=np.uint64)
+    for _ in range(3):
+        database, failures = rocks_at(tmp_path), []
+        rows = DatabaseRows([database], "dlrm", [USER])
+
+        def run(work, failures=failures):
+            with pytest.raises(DatabaseError, match="closed, wanted it open") as caught:
+                while True:
+                    work()
+            failures.append(caught)
+
+        works = [
+            lambda rows=rows: rows.insert("user", keys, rows_for(keys, 4)),
+            lambda rows=rows: rows.fetch("user", keys),
+            lambda rows=rows: list(rows.keys("user")),
+            lambda rows=rows: rows.num_rows("user"),
+        ]
+        threads = [threading.Thread(target=run, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda rows=rows: rows.num_rows("user") > 0)
+        database.close()
+        database.close()
+        for thread in threads:
+            thread.join(30)
+        assert len(failures) == len(works)
+    with contextlib.closing(rocks_at(tmp_path)) as database:
+        check(DatabaseRows([database], "dlrm", [USER]), "user", [5], {5: rows_for([5], 4)[0]})
+    assert not caplog.records
+
+
 def test_more_rows_than_there_is_memory_for(tmp_path):
     """A process with memory for only a part of its table writes it, reads it, and scans it."""
     code = """
@@ -621,6 +666,50 @@ def test_sessions(folders, blocks, tier, tmp_path):
         if "persistent_db" in blocks:
             with pytest.raises(ServingError, match="persistent_db is read_only"):
                 session.update({"user": tmp_path / "newer"})
+
+
+@pytest.mark.parametrize("tier", [CACHED, READ], ids=["cached", "read"])
+def test_a_session_that_is_closed_lets_requests_and_updates_end(folders, blocks, tier, tmp_path):
+    given = config_of(model_of(folders, defaults=DEFAULTS, num_of_worker_buffer_in_pool=2, **tier), **blocks)
+    newer, keys = write(tmp_path / "newer", rows_of(range(250, 350), 4, version=1)), {"user": np.arange(64)}
+    for _ in range(2):
+        session, failures = serving.open(given, warm_up=False), []
+
+        def run(work, failures=failures):
+            with pytest.raises(ServingError, match="session: got one that is closed, wanted an open one") as caught:
+                while True:
+                    work()
+            failures.append(caught)
+
+        works = [lambda session=session: session.lookup(keys)] * 3 + [
+            lambda session=session: session.update({"user": newer})
+        ]
+        threads = [threading.Thread(target=run, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda session=session: session.stats()["updates"] > 0)
+        assert session.close(30)
+        for thread in threads:
+            thread.join(30)
+        assert len(failures) == len(works)
+
+
+def test_rows_that_are_written_again_are_counted_once(folders, tmp_path):
+    """RocksDB's own estimate counts them again until it has merged its files."""
+    blocks = {"volatile_db": {"type": "disabled"}, "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "db")}}
+    given = config_of(model_of({"user": folders["user"]}, defaults=DEFAULTS, **CACHED), **blocks)
+    trained = Trained({"user": 4})
+    trained.set("user", rows_of(range(40), 4))
+    full = trained.full(tmp_path / "full")
+    trained.set("user", rows_of(range(30, 50), 4, version=1))
+    delta = trained.delta(tmp_path / "delta", full)
+    for _ in range(3):
+        with serving.open(given, warm_up=False) as session:
+            assert session.models["dlrm"].num_rows == {"user": 301}
+            session.update(full)
+            assert session.models["dlrm"].num_rows == {"user": 40}
+            session.update(delta)
+            assert 50 <= session.models["dlrm"].num_rows["user"] <= 60
 
 
 def test_filling_again_replaces_what_redis_had(folders, server, tmp_path):

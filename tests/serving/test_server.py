@@ -704,6 +704,21 @@ def test_clients_that_leave_and_noise(address, client):
     assert is_well(client)
 
 
+@pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
+def test_clients_that_leave_with_requests_that_wait_are_quiet(address, client, caplog, is_reset):
+    """The first of several requests is answered when its client has left."""
+    body = b'{"keys": {"user": [4]}}'
+    host, port = address.removeprefix("http://").split(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall((head(Content_Length=len(body)) + body) * 5)
+            if is_reset:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: num_taken(client) == 0)
+    assert is_well(client)
+    assert "Exception in ASGI application" not in caplog.text and not caplog.records
+
+
 def long_head(num_bytes, end="close"):
     """Returns a request whose head has this many bytes, including the empty line."""
     begin = f"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: {end}\r\nX-Filler: ".encode()
@@ -891,6 +906,8 @@ def test_tensors_go_both_ways(shapes):
     """The server's bodies can be read from the format's description, and bodies written from it can be read."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 99, shape).astype(dtype) for name, (dtype, shape) in shapes.items()}
+    with pytest.raises(errors.RequestError, match='got an array named "__metadata__", which this format needs'):
+        wire.tensors_body(arrays | {"__metadata__": np.zeros(2)}, {})
     body = wire.tensors_body(arrays, {"a": "b"})
     for found in (unpack(body)[0], wire.read_tensors(body, "test"), wire.read_tensors(pack(arrays), "test")):
         assert set(found) == set(arrays)

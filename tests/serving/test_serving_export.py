@@ -170,6 +170,16 @@ def test_bits_are_those_of_the_model(served):
     np.testing.assert_array_equal(again["scores"], got["scores"])
 
 
+def test_outputs_between_samples_are_neither_padded_nor_joined(tmp_path):
+    """A sample's row has a number for each sample: padding would add columns, and joining those of other clients."""
+    given, _ = make_tables([frozen.FrozenTable("user", 4)])
+    gram = lambda tables, inputs: {"gram": inputs["x"] @ inputs["x"].T}  # noqa: E731
+    artifact.export_model(tmp_path / "model", gram, given, {"x": artifact.ArrayInput((2,))})
+    served, x = artifact.load_model(tmp_path / "model"), np.arange(6, dtype=np.float32).reshape(3, 2)
+    assert served.outputs["gram"].shape == ("b", "b") and not served.is_per_sample
+    np.testing.assert_array_equal(served.call(given, {"x": x})["gram"], x @ x.T)
+
+
 def test_tables_can_be_replaced(served):
     for num_rows, spare_rows in [(300, 0), (5, 1000)]:
         assert_serves(served, *make_tables(TABLES, 1, num_rows, spare_rows), 7, num_rows=num_rows)

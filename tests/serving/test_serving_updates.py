@@ -24,7 +24,7 @@ from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
 from jaxsok.serving.fused import lookup
-from jaxsok.serving.model import readers, store_plans, versions
+from jaxsok.serving.model import readers, served, store_plans, versions
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}
@@ -602,7 +602,7 @@ def test_no_answer_mixes_versions(tmp_path, in_place):
             write(tmp_path / str(version) / name, rows_of(range(count), dim, version=version))
         folders.append(tmp_path / str(version))
     with open_with({name: (folders[0] / name, dim) for name, dim in DIMS.items()}) as session:
-        session._models["dlrm"].workers = threading.BoundedSemaphore(8)  # concurrent readers
+        session._models["dlrm"].workers = served._Workers(8)  # concurrent readers
         is_done, wrong, seen = threading.Event(), [], set()
 
         def read(seed):

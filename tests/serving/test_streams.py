@@ -294,6 +294,8 @@ def test_a_slow_server_holds_up_the_publisher(url, tmp_path):
     training = Training(tmp_path, url, max_bytes=20_000, timeout_s=0.2)
     training.publisher._stream.note("slow", "0-0")
     with serve(url, training) as session:
+        training.publish()
+        wait_until(lambda: serves(session, training))
         with pytest.raises(StreamFullError, match=r'the last one is "slow", at 0-0.* XGROUP DESTROY') as caught:
             for _ in range(6):
                 training.publish()
@@ -316,13 +318,15 @@ def test_versions_are_published_in_order(url, tmp_path):
     training = Training(tmp_path, url)
     first = training.change()
     second = training.change()
-    training.publisher.publish(first)
-    with pytest.raises(ServingError, match="which was published, wanted the next version"):
+    for _ in range(2):  # the answer to the first attempt may have been lost
         training.publisher.publish(first)
+    assert len(training.publisher._stream.entries()) == 1
     third = training.change()
     with pytest.raises(ServingError, match=r"which rests on .* publish deltas in order, or a full export"):
         training.publisher.publish(third)
     training.publisher.publish(second)
+    with pytest.raises(ServingError, match="which was published, wanted the next version"):
+        training.publisher.publish(first)
     training.publisher.publish(third)
     with pytest.raises(FileNotFoundError, match="publish: path"):
         training.publisher.publish(tmp_path / "nowhere")

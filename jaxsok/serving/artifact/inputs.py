@@ -100,8 +100,8 @@ class OutputSpec:
 
     @property
     def is_batched(self) -> bool:
-        """True if it has a row for each sample."""
-        return bool(self.shape) and self.shape[0] == BATCH
+        """True if it has a row for each sample, and no size within a row depends on how many there are."""
+        return bool(self.shape) and self.shape[0] == BATCH and all(isinstance(size, int) for size in self.shape[1:])
 
 
 def _check_table(spec: Any) -> None:

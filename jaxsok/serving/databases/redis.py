@@ -97,7 +97,9 @@ class RedisDatabase(Database):
                     self._evict(part)
 
     def _evict(self, part: str) -> None:
-        policy = self._config.overflow_policy
+        policy, noted_keys = self._config.overflow_policy, list[bytes]()
+        if policy != "evict_random":
+            (noted_keys,) = self._run([("HKEYS", f"{part}t")])
         target = int(self._config.overflow_margin * self._config.overflow_resolution_target + 0.5)
         (fields,) = self._run([("HKEYS", f"{part}v")])
         random.shuffle(fields)
@@ -112,6 +114,8 @@ class RedisDatabase(Database):
                 self._run([_set(f"{part}t", some, [half] * len(some)) for some in self._cut(fields[-target:])])
         for some in self._cut(fields[: max(0, len(fields) - target)]):
             self._run([("HDEL", f"{part}t", *some), ("HDEL", f"{part}v", *some)])
+        for some in self._cut(list(set(noted_keys).difference(fields))):  # uses that were noted after a row had left
+            self._run([("HDEL", f"{part}t", *some)])
 
     def erase(self, name: str, keys: np.ndarray) -> None:
         parts = self._parts(name, keys)

@@ -1,6 +1,7 @@
 """RocksDB as HPS lays rows out in it: a column family for each table, in a folder of this machine."""
 
 import itertools
+import logging
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ except ImportError as error:
     wanted = "wanted it for persistent_db of type rocks_db; pip install 'jaxsok[databases]'"
     raise ImportError(f"rocksdict: got no such module, {wanted}.", name="rocksdict") from error
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _CACHE_MB, _UNWRITTEN_BYTES = 8, 64 << 20  # of a table: blocks that were read (as in HPS), and rows to be written
 
@@ -30,9 +32,13 @@ class RocksDatabase(Database):
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/rocksdb_backend.cpp`, whose options these are.
     """
 
+    counts_exactly = False
+
     def __init__(self, config: PersistentDb) -> None:
         super().__init__(config.max_batch_size)
-        self._path, self._is_closed = config.path, False
+        self._path = config.path
+        self._changed = threading.Condition()
+        self._num_running, self._is_closed = 0, False  # under `_changed`: the calls that run
         self._options = rocksdict.Options(raw_mode=True)
         self._options.create_if_missing(not config.read_only)
         self._options.increase_parallelism(config.num_threads)
@@ -64,11 +70,14 @@ class RocksDatabase(Database):
             self._change(name, lambda batch: [batch.delete(field) for field in there])
 
     def _change(self, name: str, fill: Callable[[Any], Any]) -> None:
-        batch = rocksdict.WriteBatch(raw_mode=True)
-        batch.set_default_column_family(self._database.get_column_family_handle(name))
-        fill(batch)
-        self._call(lambda: self._database.write(batch))
-        self._call(lambda: self._database.flush_wal(True))
+        def run() -> None:
+            batch = rocksdict.WriteBatch(raw_mode=True)
+            batch.set_default_column_family(self._database.get_column_family_handle(name))
+            fill(batch)
+            self._database.write(batch)
+            self._database.flush_wal(True)
+
+        self._call(run)
 
     def count(self, name: str) -> int:
         column = self._column(name)
@@ -76,22 +85,35 @@ class RocksDatabase(Database):
 
     def keys(self, name: str) -> Iterator[Sequence[bytes]]:
         column = self._column(name)
-        keys = iter(()) if column is None else column.keys()
-        while some := self._call(lambda: list(itertools.islice(keys, self.max_batch_size))):
-            yield some
+        keys = iter(()) if column is None else self._call(column.keys)
+        try:
+            while some := self._call(lambda: list(itertools.islice(keys, self.max_batch_size))):
+                yield some
+        finally:
+            keys = None  # it keeps the folder open, and an error keeps this frame
 
     def close(self) -> None:
+        """Waits for calls that run, refuses later ones, and lets the folder go."""
         super().close()
-        self._is_closed = True
-        self._columns.clear()
-        self._database.close()
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._num_running)
+        try:
+            for opened in (*self._columns.values(), self._database):  # others may still refer to them
+                opened.close()
+        except Exception as error:  # what was written is on the disk
+            _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
 
     def _column(self, name: str) -> Any:
-        if self._is_closed:
-            raise DatabaseError(f'persistent_db: got "{self._path}" closed, wanted it open.')
-        return self._columns.get(name)
+        return self._call(lambda: self._columns.get(name))
 
     def _call(self, run: Callable[[], _Result]) -> _Result:
+        with self._changed:
+            if self._is_closed:
+                raise DatabaseError(f'persistent_db: got "{self._path}" closed, wanted it open.')
+            self._num_running += 1
         try:
             return run()
         except Exception as error:  # rocksdict raises no other kind
@@ -99,3 +121,7 @@ class RocksDatabase(Database):
                 f'persistent_db: path: got an error of RocksDB at "{self._path}" ({error}), wanted a folder that no '
                 "other process has open to write, and space on its disk."
             ) from error
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()

@@ -20,7 +20,7 @@ from jaxsok.serving.backing import IsFound, Keys, Rows, RowSource
 from jaxsok.serving.config.keys import HPS_NAME
 from jaxsok.serving.errors import DatabaseError, ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable
-from jaxsok.serving.padding import slices
+from jaxsok.serving.padding import NO_KEYS, slices
 from jaxsok.serving.ready import Background
 from jaxsok.types import PADDING_KEY
 
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 class Database(abc.ABC):
     """Values by distinct keys (little-endian uint32 or uint64), in sets by name, for many threads."""
+
+    counts_exactly = True  # otherwise `count` may be too large, where values were replaced
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
@@ -42,7 +44,7 @@ class Database(abc.ABC):
     @abc.abstractmethod
     def erase(self, name: str, keys: np.ndarray) -> None: ...
     @abc.abstractmethod
-    def count(self, name: str) -> int: ...  # of keys, about
+    def count(self, name: str) -> int: ...  # of keys
     @abc.abstractmethod
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
     def close(self) -> None:
@@ -81,11 +83,15 @@ class DatabaseRows(RowSource):
         self.tables = {table.name: table for table in tables}
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
         # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
-        # it, when a write begins and when it ends.
-        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0)
+        # it, when a write begins and when it ends. `most_rows`: of the tables that were written whole.
+        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0, most_rows={})
 
     def num_rows(self, table: str) -> int:
-        return self._databases[-1].count(self._name("num_rows", table))
+        """Counts rows; of RocksDB it is a bound, exact after the whole table was written, else an estimate."""
+        last, most = self._databases[-1], self._shared.most_rows.get(table)
+        if most is None or last.counts_exactly:
+            return last.count(self._name("num_rows", table))
+        return most
 
     def fetch(self, table: str, keys: Keys) -> tuple[Rows, IsFound]:
         """Raises DatabaseError if no database can answer, or one has rows of another dim."""
@@ -142,8 +148,10 @@ class DatabaseRows(RowSource):
 
     def keys(self, table: str) -> Iterator[Keys]:
         """Yields all keys of a table, uint64, some at a time; keys that come or go meanwhile may or may not appear."""
-        name = self._name("keys", table)
-        for some in self._databases[-1].keys(name):
+        return self._keys_of(self._databases[-1], self._name("keys", table))
+
+    def _keys_of(self, database: Database, name: str) -> Iterator[Keys]:
+        for some in database.keys(name):
             wrong = {len(key) for key in some} - {self._key_dtype.itemsize}
             if wrong:
                 raise DatabaseError(
@@ -173,6 +181,30 @@ class DatabaseRows(RowSource):
         name, keys = self._name("erase", table), np.asarray(keys, np.uint64)
         places = np.flatnonzero(self._fit(keys))
         self._change(lambda to: [to.erase(name, some) for _, some in self._batches(to, keys, places)])
+
+    def keep_only(self, table: str, keys: Keys) -> Keys:
+        """Removes the rows of all other keys, in each database, before a table is written whole; returns these keys.
+
+        The databases may differ: after an update that failed, the last one no longer has what the first one has.
+        """
+        name, kept = self._name("keep_only", table), np.append(keys, np.uint64(PADDING_KEY))  # greater than all keys
+        kept.sort()
+        there = (some for database in self._databases for some in self._keys_of(database, name))
+        gone = np.unique(
+            np.concatenate([NO_KEYS, *(some[kept[np.searchsorted(kept, some)] != some] for some in there)])
+        )
+        self.erase(table, gone)
+        return gone
+
+    def note_whole(self, table: str, num_rows: int) -> None:
+        """Notes that a table was written whole to the last database."""
+        self._shared.most_rows[table] = num_rows
+
+    def note_delta(self, table: str, num_keys: int) -> None:
+        """Notes that rows of so many keys, new ones or not, were written to a table."""
+        most = self._shared.most_rows
+        if table in most:
+            most[table] = min(most[table] + num_keys, self._databases[-1].count(self._name("num_rows", table)))
 
     def _change(self, change: Callable[[Database], Any]) -> None:
         with self._shared.lock:

@@ -51,6 +51,7 @@ class _Protocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._refusal: Refusal | None = None  # the connection's last response
+        self._running: Any = None  # uvicorn's record of the request that is being answered
         self._is_upgrade = False  # whether this head asks for another protocol, and is read again without that
         self._num_bytes, self._is_long = 0, False  # bytes of a head, or of what is around chunks, and whether too many
 
@@ -64,9 +65,17 @@ class _Protocol(HttpToolsProtocol):
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
             scope.setdefault("extensions", {})[ABORT] = transport.abort
+            self._running = receive.__self__
             await app(scope, receive, send)
 
         self.app = call
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the request that is being answered; uvicorn tells the last one that was read."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:  # reads on for a while: else a client may see a reset before the answer

@@ -30,6 +30,7 @@ _FORMATS: dict[str | None, str] = {media_type: given for given, media_type in ME
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
 """Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
+_METADATA = "__metadata__"
 REST_BYTES = 1 << 16  # of a body without its numbers and names
 MAX_NDIM = 8
 PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written at a time: some 10 ms
@@ -215,7 +216,7 @@ def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
     if size and body[8:9] != b"{":
         raise RequestError(f"{what}: the header: got {body[8:9]!r} first, wanted the brace of a JSON object.")
     header = _parse_object(body[8 : 8 + size], what, "the header", "a JSON object, in UTF-8, from the first byte")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise RequestError(f"{what}: header: __metadata__ must be an object of strings.")
     num_bytes, arrays, parts = len(body) - 8 - size, {}, []
@@ -259,7 +260,9 @@ def _sizes(value: Any, limit: int = _MAX_AXIS) -> bool:
 
 def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     """Writes arrays as a binary body; the data begin at a multiple of 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    if _METADATA in arrays:
+        raise RequestError(f'response: got an array named "{_METADATA}", which this format needs; ask for JSON.')
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     data, place = [], 0
     # Wide ones first, so that each begins at a multiple of its item's size.
     for name, array in sorted(arrays.items(), key=lambda pair: -pair[1].dtype.itemsize):

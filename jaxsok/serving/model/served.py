@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,10 @@ from jaxsok.serving.model.readers import (
 )
 from jaxsok.serving.model.stored import StoredVersions
 from jaxsok.serving.model.versions import AnyVersions, InPlace, Memory, Source, Versions
+from jaxsok.serving.ready import rest_s
 from jaxsok.types import PADDING_KEY
+
+_LOOK_S = 0.002  # between two looks whether the last request has ended
 
 
 class Answer(dict):
@@ -99,6 +103,11 @@ class Served:
             for reader in readers:
                 reader.close(None)
             raise
+
+    def close(self, until: float | None) -> bool:
+        """Waits for calls that run, until a time of `time.monotonic`, then ends; returns whether all has ended."""
+        have_ended = [self.workers.close(until), self.versions.close(until)]
+        return all([*have_ended, *(reader.close(until) for reader in self.readers)])
 
     @property
     def num_bytes(self) -> int:
@@ -278,13 +287,25 @@ class _Workers:
     """
 
     def __init__(self, number: int) -> None:
-        self._lock = threading.Lock()
+        self._number, self._lock = number, threading.Lock()
         # Under `_lock`: how many may come in at once, and the locks at which others wait. There are none while some are
-        # free, since who leaves hands its place to the first.
-        self._num_free, self._waiting = number, collections.deque[Any]()
+        # free, since who leaves hands its place to the first. Nobody comes in, or begins to wait, if it is closed.
+        self._num_free, self._waiting, self._is_closed = number, collections.deque[Any](), False
+
+    def close(self, until: float | None) -> bool:
+        """Refuses later threads, and waits for those inside and those that wait; returns whether all have left."""
+        with self._lock:
+            self._is_closed = True
+        while self._num_free < self._number:
+            if rest_s(until) == 0:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def __enter__(self) -> None:
         with self._lock:
+            if self._is_closed:
+                raise errors.ServingError("lookup, predict: session: got one that is closed, wanted an open one.")
             if self._num_free:
                 self._num_free -= 1
                 return

@@ -20,7 +20,6 @@ from jaxsok.serving.frozen import FrozenSpec, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change, Part
 from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Version
 from jaxsok.serving.padding import NO_KEYS
-from jaxsok.types import PADDING_KEY
 
 
 class StoredVersions(AnyVersions):
@@ -43,6 +42,9 @@ class StoredVersions(AnyVersions):
             persistent = make([databases[1]])
         _fill(given, volatile, persistent, config.volatile_db.initial_cache_rate)
         stored = make(there, lifts=config.volatile_db.cache_missed_embeddings)
+        if persistent is not None:
+            for table, source in given:
+                stored.note_whole(table.name, source.num_rows)
         no_arrays = Part(FrozenTables((), FrozenSpec.of(tables)), ())
         num_rows = {table.name: stored.num_rows(table.name) for table in tables}
         first = Version.first(model, given, served, [no_arrays])
@@ -82,7 +84,7 @@ def _fill(given: Sequence[Frozen], volatile: DatabaseRows | None, persistent: Da
     for table, source in given if volatile or persistent else ():
         new = np.concatenate([NO_KEYS, *(some.copy() for some in source.keys())])
         for filled in filter(None, (persistent, volatile)):
-            filled.erase(table.name, _find_gone(filled, table.name, new))
+            filled.keep_only(table.name, new)
         rest = round(rate * source.num_rows)
         for records in source.chunks():
             check_records("open", table, records)
@@ -99,16 +101,13 @@ def _write(stored: DatabaseRows, change: Change) -> np.ndarray:
     """Writes an update of a table; gives the keys that have other rows now, or none."""
     name, gone = change.table.name, change.gone
     if gone is None:
-        gone = _find_gone(stored, name, change.keys)
-    stored.erase(name, gone)
+        gone = stored.keep_only(name, change.keys)
+    else:
+        stored.erase(name, gone)
     for records in change.pieces():
         stored.insert(name, records.keys, records.rows.astype(np.float32))
+    if change.gone is None:
+        stored.note_whole(name, len(change.keys))
+    else:
+        stored.note_delta(name, len(change.keys))
     return np.concatenate([change.keys, gone])
-
-
-def _find_gone(stored: DatabaseRows, table: str, new: np.ndarray) -> np.ndarray:
-    """Finds the keys in a database that a table no longer has, by its new keys."""
-    new = np.append(new, np.uint64(PADDING_KEY))  # which is greater than all keys
-    new.sort()
-    parts = [keys[new[np.searchsorted(new, keys)] != keys] for keys in stored.keys(table)]
-    return np.concatenate([NO_KEYS, *parts])

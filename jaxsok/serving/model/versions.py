@@ -26,7 +26,7 @@ from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import KeyBits, TableSource
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.model.store_plans import Change, Part, StorePlan, split_sources
-from jaxsok.serving.ready import SHORT_TURNS
+from jaxsok.serving.ready import SHORT_TURNS, rest_s
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY
 
@@ -196,6 +196,14 @@ class AnyVersions(abc.ABC):
             finally:
                 for reader in readers:
                     reader.settle(self.current)
+
+    def close(self, until: float | None) -> bool:
+        """Waits for an update that runs, until a time of `time.monotonic`; returns whether it has ended."""
+        rest = rest_s(until)
+        has_ended = self._updating.acquire(timeout=-1 if rest is None else rest)
+        if has_ended:
+            self._updating.release()
+        return has_ended
 
     @abc.abstractmethod
     def _check(self, source: Source | None, in_place: InPlace) -> None:
