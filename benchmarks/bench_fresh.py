@@ -2,7 +2,7 @@
 
 Question: delay from the change of rows in training to the first answer that has them, while training changes 1,000,000
           rows/s; and the 99th percentile of lookups with updates, over that without, and over that of a session that
-          does not follow while training and Redis work beside it.
+          does not follow, while training and Redis work.
 Workload: one table of 10,000,000 rows of 64 floats, all on the device; lookups of 256 keys, 200 a second. Another
           process trains, on the CPU or, where there are several GPUs, on the last: each second it assigns rows, erases
           a hundredth as many keys, and begins to export a delta, which a thread publishes to a Redis of this machine,
@@ -12,7 +12,7 @@ Command:  `python -m jaxsok bench --only fresh`
 Last result: docs/freshness.md (two H200s, commit 2c890612).
 
 Delays are measured by one clock: from before the rows are assigned until the return of a lookup that includes the key
-that every version changes. Training works twice: beside a session that does not follow, and beside one that does, which
+that every version changes. Training works twice: for a session that does not follow, and for one that does, which
 first replays the versions of before. Lookups without updates are timed before and after each, and pooled.
 """
 
@@ -55,7 +55,7 @@ STRIDE = 7919  # A prime that divides no number of rows here, so the rows of a v
 DRAIN_S = 60.0  # until the last version is served
 UPDATES = {  # the note of a record of lookups, and what its table says
     False: "without updates",
-    "beside": "without updates, beside training",
+    "training works": "without updates, while training works",
     True: "with updates",
 }
 
@@ -79,7 +79,7 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
                 lookups = _Lookups(session, num_rows, seed)
                 without = lookups.run(seconds)
                 _go(training)
-                beside = lookups.run(seconds)
+                meanwhile = lookups.run(seconds)
                 _versions_of(training)
             with _session(folder, num_rows, url) as session:  # it replays these versions
                 lookups = _Lookups(session, num_rows, seed)
@@ -89,7 +89,7 @@ def measure(recorder: Recorder, seed: int, scale: float, is_quick: bool = False)
                 versions = _versions_of(training)
                 lookups.run(DRAIN_S, until=versions[-1]["version"])
                 without += lookups.run(seconds)
-    _record(recorder, {False: without, "beside": beside, True: during}, versions, lookups.seen, num_rows)
+    _record(recorder, {False: without, "training works": meanwhile, True: during}, versions, lookups.seen, num_rows)
 
 
 def _record(
