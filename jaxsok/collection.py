@@ -1004,12 +1004,15 @@ class Collection:
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
         if state is not None:
             check_state("memory_estimate", self, state)
-        capacities = None if state is None else [store.capacity // num_shards for store in state.stores]
+        known = None
+        if state is not None:
+            sizes = [sum(words.nbytes for words in store.sightings) for store in state.stores]
+            known = [
+                (s.capacity // num_shards, size // num_shards) for s, size in zip(state.stores, sizes, strict=True)
+            ]
         of_step, of_device = (steps, lookahead, steps_per_call), (device_bytes, memory_fraction)
         exchange = dataclasses.replace(self.exchange, wire=self._steps.strategy.wire or "dense")  # it is known here
-        return memory_lib.estimate(
-            self.tables, self.stores, parts, capacities, num_rows, exchange, *of_step, *of_device
-        )
+        return memory_lib.estimate(self.tables, self.stores, parts, known, num_rows, exchange, *of_step, *of_device)
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """Checks the plans and gradients of an op; returns them as lists of one length."""

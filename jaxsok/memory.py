@@ -285,7 +285,7 @@ def estimate(
     tables: Sequence[TableSpec],
     stores: Sequence[StoreSpec],
     features: Sequence[StoreFeatures],
-    capacities: Sequence[int] | None,
+    known: Sequence[tuple[int, int]] | None,
     num_rows: int | Mapping[str, int] | None,
     exchange: ExchangeSpec | None,
     steps: int,
@@ -294,7 +294,10 @@ def estimate(
     device_bytes: int | None,
     memory_fraction: float,
 ) -> MemoryEstimate:
-    """Does `memory_estimate` for features of one device by store, and the rows of a shard of each store, if known."""
+    """Does `memory_estimate` for features of one device by store.
+
+    `known`: the rows of a shard of each store, and the bytes of its keys that wait for admission, of a state.
+    """
     op = "memory_estimate"
     checks.integer(f"{op}: steps", steps, 1)
     checks.integer(f"{op}: lookahead", lookahead, 0)
@@ -311,12 +314,13 @@ def estimate(
             spec, [(layout.table, layout.num_keys) for layout in part.layouts]
         )
         of_tables = [by_name[table.name] for table in spec.tables]
-        if capacities is not None:
-            capacity = capacities[s]
+        sightings_bytes = None
+        if known is not None:
+            capacity, sightings_bytes = known[s]
         else:
             capacity = spec.capacity if num_rows is None else _grow_to(spec, reserved, spec.rows_of_shard(of_tables))
         in_use, limits = sum(of_tables), [table.max_capacity for table in spec.tables]
-        if capacities is None and None not in limits:
+        if known is None and None not in limits:
             in_use = min(in_use, sum(limits))  # the store's: its tables pool their rows
         of_shard = in_use if spec.is_replicated else in_use / num_shards
         counted.append(
@@ -327,7 +331,7 @@ def estimate(
                 capacity=capacity,
                 load=of_shard / (ENTRIES_PER_BUCKET * num_buckets_of(capacity)),
                 row_bytes=row_bytes(spec),
-                state=store_bytes(spec, capacity),
+                state=store_bytes(spec, capacity, sightings_bytes),
                 reserve=min(reserved, capacity) * row_bytes(spec),
                 num_keys=sum(layout.num_keys for layout in part.layouts),
                 step=_step_bytes(spec, part, exchange or ExchangeSpec(), lookahead, steps_per_call),
@@ -351,6 +355,12 @@ def _grow_to(spec: StoreSpec, reserved: int, num_rows: int) -> int:
         if larger == capacity:
             break
         capacity = larger
+    if num_rows > capacity == MAX_CAPACITY:
+        names = ", ".join(f'"{table.name}"' for table in spec.tables)
+        raise ValueError(
+            f"memory_estimate: num_rows: got {num_rows} on each device for the tables {names}, wanted at most "
+            f"{MAX_CAPACITY}; use more shards."
+        )
     return capacity
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxsok.kernels.call import StoreArrays
-from jaxsok.kernels.tier import MOST_FORESEEN, Tier, host_bytes, num_staged
+from jaxsok.kernels.tier import MOST_FORESEEN, MOVE_BYTES, Tier, host_bytes, num_staged
 from jaxsok.printed import condition_of, describe_value, format_bytes, join_items
 from jaxsok.specs import StoreSpec
 from jaxsok.types import (
@@ -169,8 +169,11 @@ def host_row_bytes(spec: StoreSpec) -> int:
     return host_bytes(spec.itemsize * spec.dim, [state.dim for state in spec.state_specs])
 
 
-def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
-    """Returns the bytes of a shard's arrays on its device, by their content; `capacity` is that of the shard."""
+def store_bytes(spec: StoreSpec, capacity: int, sightings_bytes: int | None = None) -> dict[str, int]:
+    """Returns the bytes of a shard's arrays on its device, by their content; `capacity` is that of the shard.
+
+    `sightings_bytes`: of the keys that wait for admission, whose array grows with them; None: of as many as at first.
+    """
     sizes = {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
     if spec.memory is not None:
         sizes["cache"] = cache_bytes(spec)
@@ -179,8 +182,9 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     num_evicted = len(spec.tables) if spec.tables[0].eviction else 0
     words = len(COUNTERS) + len(spec.tables) + num_evicted
     sizes["counters"] = 4 * words + sum(leaf.nbytes for leaf in globals_)
-    sightings = BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
-    admission = 4 * (sightings + bloom_words(spec))
+    if sightings_bytes is None:
+        sightings_bytes = 4 * BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
+    admission = sightings_bytes + 4 * bloom_words(spec)
     return sizes | ({"admission": admission} if admission else {})
 
 
@@ -197,8 +201,8 @@ def _num_foreseen(spec: StoreSpec) -> int:
 
 
 def staged_bytes(spec: StoreSpec, num_keys: int) -> int:
-    """Returns the bytes that a call with `num_keys` keys stages beyond the cache, and those of its slots."""
-    return num_staged(num_keys, spec.num_slots, keeps=True) * _staged_line(spec) + 4 * num_keys
+    """Returns the bytes that a call with `num_keys` keys stages beyond the cache, with its slots and lists of moves."""
+    return num_staged(num_keys, spec.num_slots, keeps=True) * _staged_line(spec) + (4 + 2 * MOVE_BYTES) * num_keys
 
 
 def _staged_line(spec: StoreSpec) -> int:

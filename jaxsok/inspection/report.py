@@ -192,8 +192,10 @@ def _add_norms(norms: Magnitudes, rows: np.ndarray) -> None:
     at_once = max(1, _BLOCK_BYTES // (8 * max(1, rows.shape[1])))
     for start in range(0, rows.shape[0], at_once):
         wide = rows[start : start + at_once].astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite and NaN rows are counted
-            norms.add(np.sqrt(np.einsum("ij,ij->i", wide, wide)))
+        with np.errstate(invalid="ignore"):  # infinite and NaN rows are counted
+            largest = np.abs(wide).max(axis=1, initial=0.0)
+            wide /= np.where(largest > 0, largest, 1.0)[:, None]  # squares of float64 may be too large, or too small
+            norms.add(largest * np.sqrt(np.einsum("ij,ij->i", wide, wide)))
 
 
 def _norms(dim: int, seen: Magnitudes) -> Norms:

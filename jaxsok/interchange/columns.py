@@ -142,7 +142,7 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
     op, path = "read_arrow", pathlib.Path(path)
     pa, _ = _arrow(op)
     size = _check_ends(op, path, _ARROW, 18)
-    schema, num_rows = _check_arrow(op, path, size)
+    schema, num_rows = _open_arrow(op, path, size)
     form = _form_of(op, path, schema)
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
@@ -337,6 +337,24 @@ def _checksum(batch: Any) -> int:
             numbers = np.ascontiguousarray(numbers.to_numpy(zero_copy_only=False))
             checksum = zlib.crc32(numbers.view(np.uint8).data, checksum)
     return checksum
+
+
+def _open_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
+    """Returns schema and number of rows of an Arrow file.
+
+    The record batches of a file are those of a stream (Arrow, "IPC File Format"). Polars (2.1) does not begin the
+    schema as a stream does, so its files are read by their footer: bytes added between batches are not found.
+    """
+    pa, _ = _arrow(op)
+    with path.open("rb") as file:
+        file.seek(8)
+        if file.read(4) == b"\xff\xff\xff\xff":
+            return _check_arrow(op, path, size)
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
+            return file.schema, sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{op}: {path}: bytes 0 to {size}: {error}") from error
 
 
 def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:

@@ -144,11 +144,15 @@ def load(
 ) -> State:
     """Enters the rows of HPS directories into tables; `jaxsok.interchange` has arguments and errors.
 
+    A directory may have the name as it is given, or as `save` spells it: `user/age:0` is `user_age_0`.
+
     Example:
       `state = hps.load(collection, state, "model/user_embeddings")`
     """
-    chunks = {}
+    chunks, names = {}, files.names_of("hps.load", collection, tables)
     for table, path in files.paths_of("hps.load", collection, directory, tables, "").items():
+        named = pathlib.Path(directory) / names[table]  # as another program named it
+        path = named if named.is_dir() else path
         chunks[table] = read_hps(path, dim=files.spec_of(collection, table).dim, chunk_rows=chunk_rows)
     return files.import_all("hps.load", collection, state, chunks, reset_state=reset_state)
 

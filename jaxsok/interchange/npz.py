@@ -181,4 +181,5 @@ def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
         if dtype.hasobject or min(shape, default=0) < 0 or num_bytes != entry.file_size:
             raise ValueError(f"{dtype}{list(shape)} in the {entry.file_size} bytes of {name!r}")
     with archive.open(entry) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
+        array = np.lib.format.read_array(file, allow_pickle=False)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -37,6 +37,7 @@ those of lazy Adagrad, since a gradient of zero adds nothing; its moments differ
 
 _PLACE = re.compile(r"((?:.+\.)?(?:embedding_bags|embeddings)\.([^.]+))\.weight(?:\.(.+))?")
 _COLUMNS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+_PADDED = 4  # numbers of state that dynamicemb writes where an optimizer has one
 _STATE_FILES = ("emb_opt_values", "opt_values")  # of dynamicemb; the second name is that of its first versions
 _KEYS_FILE = re.compile(r"(.+)_emb_keys\.rank_(\d+)\.world_size_(\d+)")
 
@@ -56,6 +57,8 @@ class _Saved:
     """Yields keys, rows and the states that are asked for, so many rows at a time."""
     blocks: Sequence[tuple[int, int]] = ()
     """Ranges of columns that have one number of state a row each, if they are not those of the table."""
+    may_be_padded: bool = False
+    """The state may also be one number and three that fill it up to 16 bytes."""
 
 
 def load(
@@ -98,7 +101,8 @@ def load(
                 f'{op}: table "{table}": step: got None, wanted the number of updates so far: {optimizer.name} '
                 "corrects its bias by it, and the files do not have it; with_state=False takes rows alone."
             )
-        chunks[table] = _records(op, name, saved[name], optimizer, chunk_rows)
+        if saved[name].dim:  # else it has no rows, in any rank
+            chunks[table] = _records(op, name, saved[name], optimizer, chunk_rows)
     if step is not None:  # now, so that rows count as used in this step
         state = dataclasses.replace(state, step=jax.device_put(np.uint32(step), state.step.sharding))
     return files.import_all(op, collection, state, chunks, reset_state=reset_state)
@@ -126,6 +130,17 @@ def declare(folder: str | os.PathLike, learning_rate: float = 0.01) -> list[Tabl
     """
     specs = []
     for name, saved in _open("declare", folder).items():
+        if saved.dim == 0:
+            raise ValueError(
+                f'declare: table "{name}": got no rows in any rank of a dump, which does not name their dim, wanted '
+                "some; declare the tables yourself."
+            )
+        if saved.may_be_padded:
+            raise ValueError(
+                f'declare: table "{name}": got rows of {saved.dim} numbers with 4 numbers of state, which '
+                f"rowwise_adagrad (dynamicemb pads its number to 4) and {'adagrad' if saved.dim == 4 else 'adam'} both "
+                "write, wanted other widths; declare the tables yourself."
+            )
         widths = [width for width in saved.states.values() if width]
         options = {"initial_accumulator_value": 0.0, "eps": 1e-8, "eps_in_sqrt": False} if len(widths) == 1 else {}
         rowwise = "rowwise_" if widths and widths[-1] < saved.dim else ""
@@ -254,11 +269,14 @@ def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path
             arrays = [RawArray(op, other, np.dtype("<f4"), shape) for other, shape in shapes]
             parts.append((RawArray(op, path, np.dtype("<i8"), (num_rows,)), *arrays))
             forms.add(form)
+    if not forms:
+        return _Saved(0, 0, np.dtype(np.float32), {}, lambda *_: iter(()))
     if len(forms) != 1 or 0 in (form[0] for form in forms):
         raise ValueError(f'{op}: table "{name}": got rows and state of {forms} numbers, wanted the same in all ranks.')
     ((dim, width),) = forms
     by_width = {0: {}, 2 * dim: {"momentum1": dim, "exp_avg_sq": dim}, dim: {"momentum1": dim}}
-    states = by_width.get(width, {"momentum1": 1} if width in (1, 4) else {"opt_values": width})  # padded to 16 bytes
+    states = by_width.get(width, {"momentum1": 1} if width in (1, _PADDED) else {"opt_values": width})
+    may_be_padded = width == _PADDED and width in by_width
 
     def read(at_once: int, names: Sequence[str]) -> _Pieces:
         for keys, *others in parts:
@@ -272,20 +290,23 @@ def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path
 
     num_rows = sum(keys.shape[0] for keys, *_ in parts)
     files.check_keys(op, num_rows, keys_of, lambda number: f'table "{name}": row {number}')
-    return _Saved(num_rows, dim, np.dtype(np.float32), states, read)
+    return _Saved(num_rows, dim, np.dtype(np.float32), states, read, may_be_padded=may_be_padded)
 
 
 # State ---------------------------------------------------------------------------------------------------------------
 
 
 def _records(op: str, name: str, saved: _Saved, optimizer: Optimizer | None, chunk_rows: int | None) -> RecordChunks:
+    if saved.may_be_padded and optimizer is not None and optimizer.name == "rowwise_adagrad":
+        saved = dataclasses.replace(saved, states={"momentum1": 1})
     names = {} if optimizer is None else _names_of_state(op, name, saved, optimizer)
     widths = {ours: saved.states[theirs] for ours, theirs in names.items()}
     at_once = files.rows_of_chunk(op, chunk_rows, 8 + saved.dim * saved.dtype.itemsize + 4 * sum(widths.values()))
 
     def chunks() -> Iterator[Records]:
         for keys, rows, states in saved.read(at_once, list(names.values())):
-            yield Records(keys, rows, {ours: states[theirs].astype(np.float32) for ours, theirs in names.items()})
+            parts = {ours: states[theirs][:, : widths[ours]] for ours, theirs in names.items()}
+            yield Records(keys, rows, {ours: part.astype(np.float32) for ours, part in parts.items()})
 
     return RecordChunks(saved.num_rows, saved.dim, widths, chunks)
 

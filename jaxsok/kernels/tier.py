@@ -49,6 +49,7 @@ _TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
 _PLACING_ARRAYS = ("places", "homes", "owners", "last_use", "priority", "foreseen", "counters", "order")
 
 _MOVE_WORDS = 4  # `Move` in ffi/kernels/tier.h
+MOVE_BYTES = 4 * _MOVE_WORDS  # of a row that leaves or comes, in a list
 _MOVE_COUNTS = 4  # `MoveCount`
 
 MOST_FORESEEN = 1 << 16

@@ -6,6 +6,7 @@ by `from jaxsok.layers import linen as layers`; the calls that need no Flax are 
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -156,10 +157,11 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
       `taps = layers.zero_taps(model, {"params": params, "tables": tables}, batch.features)`
     """
     found: dict[tuple[str, ...], list[tuple[Collection, Any]]] = {}
+    lookup = inspect.unwrap(Embeddings.__call__)
 
     def probe(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer = context.module
-        if not isinstance(layer, Embeddings) or context.method_name != "__call__":
+        if getattr(context.orig_method, "func", None) is not lookup:  # of a subclass, or of another module
             return call(*args, **kwargs)
 
         def record_lookup(features: Features | Plan, deterministic: bool | None = None) -> Any:

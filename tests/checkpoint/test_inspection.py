@@ -153,6 +153,14 @@ def test_very_large_and_very_small_rows_are_finite():
     check_norms(found.norms, rows)
 
 
+@pytest.mark.parametrize("number", [1e300, 1e-200, 5e-324, 1e308])
+def test_rows_of_float64_whose_squares_are_not_finite(number):
+    rows = np.array([[number, 0, -number], [0, 0, 0], [np.inf, 1, 1], [np.nan, 1, np.inf]])
+    found = inspection.report([Records(np.arange(4, dtype=np.uint64), rows)]).norms
+    assert (found.num_nonfinite, found.num_zero) == (2, 1)
+    assert found.max == pytest.approx(number * math.sqrt(2), rel=1e-12, abs=5e-324)
+
+
 def test_only_what_every_chunk_has_is_reported():
     """Statistics or state that only some chunks have are left out of the report."""
     whole = draw_records(1, 20)

@@ -331,6 +331,23 @@ def test_files_of_other_tools_are_read(tmp_path):
             }
 
 
+@pytest.mark.parametrize("compression", ["uncompressed", "lz4", "zstd"])
+def test_arrow_files_of_polars_are_read(tmp_path, compression):
+    """Its files begin their schema otherwise than Arrow's format says."""
+    polars = pytest.importorskip("polars")
+    rows = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    keys = [2**40, 7, 1]
+    frame = polars.DataFrame({"key": keys, "row": polars.Series(rows.tolist(), dtype=polars.Array(polars.Float32, 5))})
+    frame.write_ipc(tmp_path / "t.arrow", compression=compression)
+    found = by_key(columns.read_arrow(tmp_path / "t.arrow"))
+    assert found == {key: (row.tolist(), "float32", {}, None, None) for key, row in zip(keys, rows, strict=True)}
+    whole = (tmp_path / "t.arrow").read_bytes()
+    for end in (len(whole) // 2, len(whole) - 1):
+        (tmp_path / "t.arrow").write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"t\.arrow: byte"):
+            columns.read_arrow(tmp_path / "t.arrow")
+
+
 def test_columns_as_others_see_them(tmp_path):
     """The independent readers are pyarrow's own and NumPy's."""
     records = make_records([2**64 - 2, 9], 2, {"v": 1}, BFLOAT16, statistics=True)
@@ -1226,6 +1243,16 @@ def test_npz_keys_are_widened_by_their_sign(tmp_path):
         npz.read_npz(tmp_path / "t.npz")
 
 
+def test_npz_of_the_other_byte_order_are_read(tmp_path):
+    rows, state = np.arange(8, dtype=">f4").reshape(2, 4), np.arange(2, dtype=">f4").reshape(2, 1)
+    statistics = {"last_step": np.array([1, 2], ">u4"), "frequency": np.array([3, 4], ">u4")}
+    np.savez(tmp_path / "t.npz", key=np.array([7, 2**40], ">i8"), row=rows, **{"state.m": state}, **statistics)
+    assert by_key(npz.read_npz(tmp_path / "t.npz")) == {
+        7: ([0, 1, 2, 3], "float32", {"m": [0]}, 1, 3),
+        2**40: ([4, 5, 6, 7], "float32", {"m": [1]}, 2, 4),
+    }
+
+
 def test_npz_rows_of_16_bits_need_their_dtype(tmp_path):
     np.savez(tmp_path / "t.npz", key=np.array([3]), row=np.ones((1, 2), np.uint16))
     with pytest.raises(ValueError, match=r"t\.npz: row: got uint16 with row_dtype uint16, wanted one of"):
@@ -1271,6 +1298,18 @@ def test_one_statistic_alone_enters_nothing(tmp_path, module):
 
 
 # Defaults of HPS for keys without a row ------------------------------------------------------------------------------
+
+
+def test_hps_directories_are_found_by_the_name_that_is_given(tmp_path):
+    """Other programs spell names otherwise than `save`."""
+    collection = collection_of(1, names=("user", "item"))
+    for folder, key in (("sparse_2000.model", 7), ("sparse_2000_model", 8), ("b_1", 9)):
+        (tmp_path / folder).mkdir()
+        np.array([key], "<i8").tofile(tmp_path / folder / "key")
+        np.ones(collection.tables[0].dim, "<f4").tofile(tmp_path / folder / "emb_vector")
+    found = hps.load(collection, collection.init(), tmp_path, {"user": "sparse_2000.model", "item": "b.1"})
+    assert collection.export_table(found, "user")["keys"].tolist() == [7]
+    assert collection.export_table(found, "item")["keys"].tolist() == [9]
 
 
 def test_hps_gets_what_keys_without_a_row_read(tmp_path):

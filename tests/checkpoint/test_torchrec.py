@@ -264,6 +264,34 @@ def test_dumps_of_dynamicemb(tmp_path, name):
     assert torchrec.declare(tmp_path)[0].optimizer.name == name
 
 
+@pytest.mark.parametrize("dim, other", [(4, "adagrad"), (2, "adam")])
+def test_rowwise_state_that_is_padded_may_be_that_of_another_optimizer(tmp_path, dim, other):
+    """The declared optimizer decides what four numbers of state are."""
+    rows = np.random.default_rng(0).normal(size=(len(KEYS), dim)).astype(np.float32)
+    state = np.arange(4 * len(KEYS), dtype=np.float32).reshape(-1, 4)
+    dump(tmp_path, "user", KEYS, rows, state)
+    with pytest.raises(ValueError, match=f"rowwise_adagrad .* and {other} both write"):
+        torchrec.declare(tmp_path)
+    for optimizer in (ROWWISE, ADAGRAD if other == "adagrad" else optim.adam(0.1)):
+        collection = collection_of({"user": optimizer}, dim=dim)
+        found = collection.export_table(torchrec.load(collection, collection.init(), tmp_path, step=1), "user")
+        order = [int(np.flatnonzero(KEYS.view(np.uint64) == key)[0]) for key in found["keys"]]
+        np.testing.assert_array_equal(found["rows"], rows[order])
+        parts = np.concatenate([found["state"][spec.name] for spec in optimizer.state_specs(dim)], axis=1)
+        np.testing.assert_array_equal(parts, state[order][:, : parts.shape[1]])
+
+
+def test_a_dump_without_rows(tmp_path):
+    """It does not say how many numbers its rows would have."""
+    dump(tmp_path, "user", KEYS, np.ones((len(KEYS), 3)))
+    dump(tmp_path, "none", KEYS[:0], np.ones((0, 3)), np.ones((0, 3)))
+    with pytest.raises(ValueError, match='table "none": got no rows in any rank of a dump'):
+        torchrec.declare(tmp_path)
+    collection = collection_of({"user": optim.sgd(0.1), "none": optim.adam(0.1)}, dim=3)
+    state = torchrec.load(collection, collection.init(), tmp_path, step=1)
+    assert collection.num_rows(state) == {"user": len(KEYS), "none": 0}
+
+
 def test_dumps_that_are_not_whole(tmp_path):
     """A missing rank, a key in two ranks, and files with different numbers of rows are refused."""
     rows = np.ones((len(KEYS), 3))

@@ -166,6 +166,40 @@ def test_growth_on_a_mesh():
     assert (foreseen.stores[1].capacity, foreseen.stores[1].reserve) == (capacities[1], 64 * 64)
 
 
+def test_keys_that_wait_for_admission_are_counted():
+    """Their array has the size that their number needs, which the capacity does not say."""
+    spec = table("user", 4, "sgd", capacity=1024, admission=jaxsok.policies.AdmitByCount(num_sightings=100))
+    collection = jaxsok.Collection([spec], [FeatureSpec("user", "user")])
+    state, rng = collection.init(seed=0), np.random.default_rng(0)
+    for _ in range(2):
+        batch = collection.batch({"user": rng.integers(0, 2**60, 8000)})
+        state = programs.train_step(collection)(collection.grow(state, batch), batch.features)[0]
+    assert state.stores[0].sightings[0].shape > collection.init().stores[0].sightings[0].shape
+    assert collection.memory_estimate(state).state_bytes == nbytes(state)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 64])
+def test_a_step_with_staged_rows_takes_at_most_what_the_estimate_says(dim):
+    spec = table("user", dim, "sgd", capacity=50_000, memory=jaxsok.HostMemory(device_rows=256))
+    collection = jaxsok.Collection([spec], [FeatureSpec("user", "user")])
+    state = collection.init(seed=0)
+    features = collection.batch({"user": np.random.default_rng(0).integers(0, 2**50, (5000, 4))}).features
+    lowered = jax.jit(programs.train_step(collection), donate_argnums=0).lower(state, features)
+    estimate = collection.memory_estimate(state, features)
+    taken = lowered.compile().memory_analysis().temp_size_in_bytes + nbytes(features)
+    assert 0.5 * estimate.step_bytes < taken <= estimate.step_bytes
+
+
+def test_more_rows_than_a_shard_can_have_are_refused():
+    spec = table("user", 4, "sgd")
+    for num_shards in (1, 4):
+        with pytest.raises(ValueError, match=r'num_rows: got \d+ on each device for the tables "user", wanted at most'):
+            memory_estimate([spec], num_shards=num_shards, num_rows=3_000_000_000 * num_shards)
+    assert memory_estimate([spec], num_shards=4, num_rows=3_000_000_000).stores[0].capacity < 2**31
+    limited = dataclasses.replace(spec, capacity=10_000, max_capacity=10_000)
+    assert memory_estimate([limited], num_rows=3_000_000_000).stores[0].num_rows == 10_000
+
+
 def test_largest_capacities():
     """The capacities fit, an additional row per table does not, and they are in proportion."""
     tables = [table("user", 64, "rowwise_adagrad", capacity=3000), table("item", 64, "rowwise_adagrad", capacity=1000)]

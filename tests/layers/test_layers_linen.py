@@ -449,6 +449,28 @@ def test_two_lookups_in_one_step():
     assert stats["embed"].to_dict() == counts.to_dict() and int(state.step) == 1
 
 
+def test_a_layer_that_changes_what_it_returns():
+    """Its taps are those of the lookup that it calls."""
+
+    class Users(layers.Embeddings):
+        def __call__(self, features):
+            return super().__call__(features)["user"]
+
+    class Scores(nn.Module):
+        @nn.compact
+        def __call__(self, features):
+            return nn.Dense(1)(Users(collection, name="embed")(features))
+
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", table="user")])
+    model, features = Scores(), collection.batch({"user": np.arange(5)}).features
+    variables = model.init(jax.random.key(0), features)
+    taps = layers.zero_taps(model, variables, features)
+    assert jax.tree.map(jnp.shape, taps) == {"embed": {"taps": ({"user": (5, 4)},)}}
+    scores, updates = model.apply({**variables, "sparse_taps": taps}, features, mutable=["tables", "plans"])
+    assert scores.shape == (5, 1) and collection.num_rows(updates["tables"]["embed"]["state"]) == {"user": 5}
+
+
 def test_two_layers():
     """Each layer has its state; update and grow cover all layers that looked something up."""
     collections = cases.collection_of(), cases.collection_of()

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 
+import jax
 import numpy as np
 import pytest
 import redis
@@ -135,6 +136,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_models_and_two_consumers(options, url, tmp_path):
+    if len(jax.local_devices()) < len(options.get("deployed_device_list", [0])):
+        pytest.skip("needs two devices")
     trainings = [Training(tmp_path, url, model) for model in ("dlrm", "other")]
     with serve(url, *trainings, consumer="a", **options) as a, serve(url, *trainings, consumer="b", **options) as b:
         trainings[0].publish(erased=[2])

@@ -445,6 +445,8 @@ def open_for_export(
     `hotness` reads how often each row was used, also where the configuration has no use for it.
     """
     if not path.endswith(".json"):
+        if model is not None:
+            raise errors.ServingError(f'{op}: model: got "{model}", wanted none: "{path}" is no configuration (.json).')
         saved = folders.open_saved(op, path)
         return [folders.to_frozen(f'{op}: table "{source.table}": default', source, dtype) for source in saved]
     config = read_config(path)
