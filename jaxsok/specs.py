@@ -200,8 +200,8 @@ class TableSpec:
     """A table: a named map from 64-bit keys to rows of `dim` numbers.
 
     Tables with the same dim, dtype, embedding_dtype, rounding, optimizer, row_gradient, eviction and memory share one
-    store; on a mesh replicated tables share none with others. Equal keys in different tables never collide. Rows of 16
-    bits take half the memory; optimizer state and arithmetic are float32 all the same.
+    store; on a mesh replicated tables, and those of partial bags, share none with others. Equal keys in different
+    tables never collide. Rows of 16 bits take half the memory; optimizer state and arithmetic are float32 all the same.
 
     Raises:
       TypeError, ValueError: when declared; the message names the table and the argument.

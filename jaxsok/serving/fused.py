@@ -264,8 +264,13 @@ def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]
 
 
 def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:
-    norms = jnp.sqrt((rows * rows).sum(axis=-1))
-    return jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
+    greatest = jnp.abs(rows).max(axis=-1, initial=0.0)
+    units = rows / jnp.where(greatest > 0, greatest, 1.0)[:, None]  # the square of 1e20 would be infinite
+    lengths = jnp.sqrt((units * units).sum(axis=-1))
+    is_longer = greatest * lengths > max_norm
+    return jnp.where(
+        is_longer, max_norm / jnp.where(is_longer, lengths, 1.0) / jnp.where(is_longer, greatest, 1.0), 1.0
+    )
 
 
 def _combine_clipped(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:

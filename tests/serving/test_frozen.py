@@ -333,6 +333,18 @@ def test_max_norm_and_combiners(combiner, max_norm):
         np.testing.assert_allclose(np.asarray(lookup(made, {"x": given})["x"]), wanted, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1.0, 1e19, 1e37])
+def test_max_norm_of_rows_of_any_size(size):
+    """The squares of their numbers may be infinite, or zero."""
+    made, _ = frozen_of([FrozenTable("a", 2)], {"a": {1: np.array([3 * size, 4 * size], np.float32)}})
+    for combiner in (None, "sum"):
+        for max_norm, length in ((size / 8, size / 8), (6 * size, 5 * size)):
+            keys = np.array([1], np.int64)
+            given = LookupInput("a", keys if combiner is None else keys[:, None], combiner=combiner, max_norm=max_norm)
+            found = np.asarray(lookup(made, {"x": given})["x"], np.float64)
+            np.testing.assert_allclose(found, [[0.6 * length, 0.8 * length]], rtol=2e-6)
+
+
 def test_a_hundred_tables():
     """One fused lookup reads 100 tables x 10,000 keys x 16 floats, HPS's published integration case."""
     contents = [(np.arange(n, n + 10_000, dtype=np.uint64) * 7, numbers(10_000, 16)) for n in range(100)]

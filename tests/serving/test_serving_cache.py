@@ -606,6 +606,67 @@ def test_an_insertion_of_an_old_version_is_left_out():
         np.testing.assert_array_equal(cache.lookup({"a": keys_of(5)}).rows["a"], [row_of(2, "a", 5)])
 
 
+@pytest.mark.parametrize("threshold", [0, 2], ids=["background", "waits"])
+def test_a_row_that_was_fetched_before_a_refresh_is_left_out(threshold):
+    """It may be older than what the refresh has read."""
+    source = DictSource(rows_of(1))
+    with DeviceCache(source, hit_rate_threshold=threshold) as cache:
+
+        def change(*_):
+            source.before_fetch = None
+            fetched, source.rows = source.rows, rows_of(2)
+            cache.refresh()
+            source.rows, source.later = fetched, source.rows  # what this fetch reads is what was there before
+
+        source.before_fetch = change
+        cache.lookup({"a": keys_of(5)})
+        cache.drain()
+        source.rows = source.later
+        for _ in range(2):
+            cache.lookup({"a": keys_of(5)})
+            cache.drain()
+        np.testing.assert_array_equal(cache.lookup({"a": keys_of(5)}).rows["a"], [row_of(2, "a", 5)])
+
+
+class Failing:
+    """A program that fails once, as where the device has no memory for it."""
+
+    def __init__(self, program, number):
+        self.program, self.lower, self.number = program, program.lower, number
+
+    def __call__(self, *arguments):
+        self.number -= 1
+        if self.number == 0:
+            raise RuntimeError("no memory")
+        return self.program(*arguments)
+
+
+@pytest.mark.parametrize(
+    "name, number", [("insert", 1), ("insert", 2), ("drop", 1), ("overwrite", 1), ("overwrite", 2)]
+)
+def test_a_program_that_fails_leaves_a_cache_that_answers(monkeypatch, name, number):
+    """Programs before it have donated arrays; no row of a source that did not come is left."""
+    old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
+    del new.rows["a"][7]
+    keys = {"a": keys_of(5, 6, 7), "h": keys_of(5)}
+    with DeviceCache(old, hit_rate_threshold=2) as cache:
+        if name != "insert":
+            cache.lookup(keys)
+        monkeypatch.setattr(programs, name, Failing(getattr(programs, name), number))
+        with pytest.raises(RuntimeError, match="no memory"):
+            if name == "insert":
+                cache.lookup(keys)
+            else:
+                cache.swap(new, keys)
+        for source in (old, new):
+            if source is new:
+                cache.swap(new, keys)
+            for _ in range(2):
+                for table, found in cache.lookup(keys).rows.items():
+                    wanted = [source.rows[table].get(key, default_of(table)) for key in keys[table].tolist()]
+                    np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_row_that_comes_while_a_swap_prepares_leaves_again():
     """A row that was inserted while a swap prepared, before the swap held the lock, leaves again."""
     old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)

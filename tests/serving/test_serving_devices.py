@@ -158,6 +158,35 @@ def test_an_update_that_fails_leaves_all_devices(trained, tmp_path, monkeypatch,
         check(session, trained.content)
 
 
+@pytest.mark.parametrize("is_gone_for_good", [False, True])
+def test_an_update_that_one_cache_refuses_leaves_all(trained, tmp_path, monkeypatch, is_gone_for_good):
+    """The caches that had it go back, also if that fails once more."""
+    with serve(trained, "caches") as session:
+        check(session, trained.content)
+        before = trained.frozen_content()
+        trained.set("user", rows_of(range(20), 4, version=5))
+        delta = trained.delta(tmp_path / "delta", trained.path)
+        caches = [reader.cache for reader in session._models["dlrm"].readers]
+        swap = caches[1].swap
+
+        def fails(source, changed):
+            if not is_gone_for_good:
+                monkeypatch.setattr(caches[1], "swap", swap)
+            if changed is not None:
+                raise RuntimeError("no memory")
+            swap(source, changed)
+
+        monkeypatch.setattr(caches[1], "swap", fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            session.update(delta)
+        monkeypatch.setattr(caches[1], "swap", swap)
+        for _ in DEVICES:
+            check(session, before)
+        session.update(delta)
+        for _ in DEVICES:
+            check(session, trained.content)
+
+
 def test_predictions_take_turns(trained, tmp_path):
     def model(tables, inputs):
         return {"out": lookup(tables, {"user": inputs["user"]})["user"].sum(axis=-1) + 1.0}

@@ -50,7 +50,7 @@ from jaxsok.serving.errors import (
     UnknownTableError,
 )
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
-from jaxsok.serving.fused import LookupInput, lookup
+from jaxsok.serving.fused import LookupInput, find_rows, lookup
 from jaxsok.serving.model.served import Answer
 from jaxsok.serving.session import open
 
@@ -508,10 +508,11 @@ def test_the_dense_model_runs_where_the_tables_are(folders, tmp_path, monkeypatc
         load_model(path, Gpu())
 
 
-def export_of(path, folders, model, inputs):
+def export_of(path, folders, model, inputs, dtype="float32"):
     """Exports a small model over the tables of the folders."""
     given = [
-        (FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()
+        (FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0), dtype=dtype), _source(name))
+        for name, (_, dim) in folders.items()
     ]
     export_model(path, model, freeze_records(given)[0], inputs, platforms=PLATFORMS)
     return str(path)
@@ -622,6 +623,24 @@ def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, m
         assert session.stats()["version"] == 1
     with open(config_of(model_of(only, dense_file=path)), warm_up=False) as session:
         session.predict({"user": np.arange(3)})
+
+
+@pytest.mark.parametrize("row_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("tier", [{}, CACHED, {"gpucache": False}], ids=["device", "cached", "read"])
+def test_models_know_which_keys_have_rows(folders, tmp_path, tier, row_dtype):
+    """Wherever the rows are; and they may pick their keys from those of an input."""
+    only = {"user": folders["user"]}
+
+    def knows(tables, inputs):
+        keys = jax.numpy.take(inputs["user"], np.array([1, 0, 7]), axis=1)  # beyond the end: padding
+        return find_rows(tables, "user", keys)[1].astype(jax.numpy.int32).reshape(-1, 3)
+
+    path = export_of(tmp_path / "model", only, knows, {"user": KeysInput("user", (2,))}, dtype=row_dtype)
+    model = model_of(only, dense_file=path, **{**tier, "jaxsok": {"row_dtype": row_dtype}})
+    with open(config_of(model), warm_up=False) as session:
+        for _ in range(2):
+            found = session.predict({"user": np.array([[3, 10**6], [-1, 5]])})
+            assert next(iter(found.values())).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
 def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(folders, tmp_path, monkeypatch):

@@ -129,7 +129,7 @@ def _gathers_words(eqn: Any) -> bool:
         last not in moved
         and eqn.params["slice_sizes"][-1] == 2
         and numbers.offset_dims[-1:] == (_last(eqn.outvars[0]),)
-        and eqn.params.get("fill_value") is None  # then what is outside reads padding
+        and eqn.params.get("fill_value") in (None, int(PADDING_WORD))  # what is outside reads padding
     )
 
 

@@ -170,15 +170,14 @@ class DeviceCache:
             slabs = programs.merge(slabs, *self.stores.put((fill_up(places, size, NO_ROW), parts)))
         rows, *scales = slabs
         index, counters = found.out.indices[s]
-        if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them
-            is_hidden = np.zeros(num_rows, bool)
-            for name in found.missed.keys() & names:
-                is_hidden[found.missed[name][0]] = True
-            for some in late:
-                is_hidden[some.places] = False
-            if is_hidden.any():
-                self._compiled.make("hide", s, num_rows)
-                index = programs.hide(index, self.stores.put(is_hidden))
+        is_hidden = np.zeros(num_rows, bool)  # keys without a row: the model must not find them
+        for name in found.missed.keys() & names:
+            is_hidden[found.missed[name][0]] = True
+        for some in late:
+            is_hidden[some.places] = False
+        if is_hidden.any():
+            self._compiled.make("hide", s, num_rows)
+            index = programs.hide(index, self.stores.put(is_hidden))
         return FrozenStore(index, counters, rows.astype(table.dtype), tuple(scales))
 
     def fill(self) -> int:
@@ -215,6 +214,7 @@ class DeviceCache:
         Keys that left the source leave the cache. The order of replacement stays. `swap` brings a new version.
         """
         with self._changing:
+            self.stores.begin_epoch()  # what was fetched before is not what the source has now
             num_refreshed, cached = 0, self.cached_keys()
             share = math.ceil(sum(map(len, cached.values())) * (self.refresh_fraction or 1.0))
             for name, keys in cached.items():

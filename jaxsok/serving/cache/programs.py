@@ -282,8 +282,7 @@ class CompiledPrograms:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
             self.make("query", not as_tables, padded)
             for s, size in enumerate(padded) if as_tables else ():
-                if self._spec.stores[s][0].is_quantized:
-                    self.make("hide", s, size)
+                self.make("hide", s, size)
                 for step in range((size // LEAST_KEYS).bit_length()):
                     self.make("merge", s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):

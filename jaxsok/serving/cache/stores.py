@@ -185,13 +185,13 @@ class DeviceStores:
                 bounds = {batch.store: self._most_rows[batch.store] + batch.num_keys for batch in batches}
                 chosen = [(some.store, bounds[some.store] > self.capacities[some.store], some.size) for some in batches]
                 if all(self.compiled.has("insert", *program) for program in chosen):
-                    clock, stores = self._tick(), list(self.arrays)
-                    for batch, (s, must_leave, _) in zip(batches, chosen, strict=True):
-                        keys = batch.words, batch.ids, batch.lines
-                        stores[s], *counted = programs.insert(must_leave, stores[s], *keys, clock)
-                        self._most_rows[s] = min(bounds[s], self.capacities[s])
-                        counts.append(counted)
-                    self.arrays = tuple(stores)
+                    clock = self._tick()
+                    with self._replacing() as stores:
+                        for batch, (s, must_leave, _) in zip(batches, chosen, strict=True):
+                            keys = batch.words, batch.ids, batch.lines
+                            stores[s], *counted = programs.insert(must_leave, stores[s], *keys, clock)
+                            self._most_rows[s] = min(bounds[s], self.capacities[s])
+                            counts.append(counted)
                     break
             for program in chosen:  # while others look up; afterwards other rows may have to leave
                 self.compiled.make("insert", *program)
@@ -208,26 +208,54 @@ class DeviceStores:
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
     def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
-        """Overwrites cached rows, drops those of batches without lines, and sets a given source; counts the former."""
+        """Overwrites cached rows, drops those of batches without lines, and sets a given source; counts the former.
+
+        If a program fails on the way to another source, all rows leave: none may be of that source.
+        """
         for batch in batches:
             self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
         written, dropped = [], []
         with self.lock:
             self.require_open()
-            stores = list(self.arrays)
-            for batch in batches:
-                operands = stores[batch.store], batch.words, batch.ids
-                if batch.lines is None:
-                    stores[batch.store], count = programs.drop(*operands)
-                else:
-                    stores[batch.store], count = programs.overwrite(*operands, batch.lines)
-                (dropped if batch.lines is None else written).append(count)
-            self.arrays = tuple(stores)
+            try:
+                with self._replacing() as stores:
+                    for batch in batches:
+                        operands = stores[batch.store], batch.words, batch.ids
+                        if batch.lines is None:
+                            stores[batch.store], count = programs.drop(*operands)
+                        else:
+                            stores[batch.store], count = programs.overwrite(*operands, batch.lines)
+                        (dropped if batch.lines is None else written).append(count)
+            except BaseException:
+                if source is not None:
+                    self._drop_all()
+                raise
             if source is not None:
                 self.epoch = Epoch(source)
         num_written = sum(map(int, written))
         self._counter.add(refreshed=num_written, removed=sum(map(int, dropped)))
         return num_written
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[list[programs.CacheStore]]:
+        """Gives the stores to programs that donate them, under `lock`; keeps what those have made that did not fail."""
+        stores = list(self.arrays)
+        try:
+            yield stores
+        finally:
+            self.arrays = tuple(stores)
+
+    def _drop_all(self) -> None:
+        with self._replacing() as stores:
+            for s, store in enumerate(stores):
+                sizes = len(self.spec.stores[s]), self.capacities[s]
+                stores[s] = _new_store(*sizes, draw_salt(), store.rows, store.numbers)
+                self._most_rows[s] = 0
+
+    def begin_epoch(self) -> None:
+        """Begins another epoch of the same source: rows that are on their way are not inserted."""
+        with self.lock:
+            self.epoch = Epoch(self.epoch.source)
 
     @contextlib.contextmanager
     def keep_out(self, keys: Mapping[str, np.ndarray] | None) -> Iterator[None]:

@@ -18,7 +18,7 @@ from jaxsok.serving.errors import ServingError
 from jaxsok.serving.folders import Frozen
 from jaxsok.serving.frozen import FrozenSpec, FrozenTables, check_records
 from jaxsok.serving.model.store_plans import Change, Part
-from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Version
+from jaxsok.serving.model.versions import AnyVersions, InPlace, Source, Version, publish
 from jaxsok.serving.padding import NO_KEYS
 
 
@@ -73,8 +73,7 @@ class StoredVersions(AnyVersions):
         changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
         num_rows = {name: old.stored.num_rows(name) for name in changed}
         new = dataclasses.replace(new, stored_rows={**old.stored_rows, **num_rows})
-        for reader in readers:
-            reader.publish(new, changed)
+        publish(readers, old, new, changed)
         self.current = new
         self.num_in_place += bool(changed)
 

@@ -216,6 +216,17 @@ class AnyVersions(abc.ABC):
         """Changes rows, and sets `current`; `new` still has the rows of `old`."""
 
 
+def publish(readers: Sequence[Any], old: Version, new: Version, changed: Mapping[str, np.ndarray]) -> None:
+    """Publishes a version to all readers, or after a failure to none."""
+    for number, reader in enumerate(readers, 1):
+        try:
+            reader.publish(new, changed)
+        except BaseException:
+            for published in readers[:number]:
+                published.withdraw(dataclasses.replace(old, replaced=new.replaced), changed)
+            raise
+
+
 class Versions(AnyVersions):
     """The versions of one model's tables, whose rows all lie in one memory. Loads the first one."""
 
@@ -299,8 +310,7 @@ class Versions(AnyVersions):
                 self.num_in_place += 1
             else:
                 changed = {name: keys for plan in plans for name, keys in plan.changed.items()}
-                for reader in readers:  # caches read what has changed, and are never over several parts
-                    reader.publish(new, changed)
+                publish(readers, old, new, changed)  # caches read what has changed, and are never over several parts
                 self.current = new
         finally:
             self.held_bytes = 0
