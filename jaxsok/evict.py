@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, UInt8, UInt32
 
-from jaxsok import annotations, table as table_lib
+from jaxsok import annotations, processes, table as table_lib
 from jaxsok.kernels import evict as kernels
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
@@ -244,9 +244,11 @@ def evict(
         num_kept = jnp.asarray(num_rows.get(s, 0), jnp.uint32)
         flags.append(_select(rule, stores[s], seed, clock, num_kept, used.get(s))[0])
     if hand_over is not None:
-        for (s, rule), of_store in zip(leaving.items(), flags, strict=True):
-            for name, records in selected_records(rule.spec, stores[s], seed, of_store):
-                hand_over(name, records)
+        is_shared = any(rule.shards.num_processes > 1 for rule in leaving.values())
+        with processes.fail_together("evict", is_shared=is_shared):  # before any of them releases rows
+            for (s, rule), of_store in zip(leaving.items(), flags, strict=True):
+                for name, records in selected_records(rule.spec, stores[s], seed, of_store):
+                    hand_over(name, records)
     results = _release(tuple(leaving.values()), tuple(stores[s] for s in leaving), tuple(flags))
     new, counts = list(stores), {}
     for s, (store, num_evicted) in zip(leaving, results, strict=True):

@@ -53,6 +53,11 @@ class Shards:
         return 1
 
     @property
+    def is_of_each_process(self) -> bool:
+        """True if every process has shards, and so a state, of its own; the first one's is saved."""
+        return jax.process_count() > self.num_processes
+
+    @property
     def spec(self) -> P:
         """The partition of split arrays: along their first dimension."""
         return P()

@@ -8,7 +8,6 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from jaxsok import processes
@@ -105,7 +104,7 @@ def _keeps_all(collection: Collection, state: State, base: Source, table: str) -
 
     Processes with a state each would disagree, and wait for each other; they search.
     """
-    if not (collection.shards.is_mesh or jax.process_count() == 1) or not is_same_life(state, base.manifest):
+    if collection.shards.is_of_each_process or not is_same_life(state, base.manifest):
         return False
     counters = state.stores[locate("export_delta", collection, table).store].counters  # all shards have one generation
     return int(read_on_host(counters)[COUNTERS.index("generation")]) == base.store_of(table)[1]["generation"]

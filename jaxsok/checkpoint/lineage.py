@@ -43,8 +43,8 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
         text += "state was restored from before it, the delta lacks rows; write a full export then."
         LOG.warning(text, op, folder)
         return
-    if not collection.shards.is_mesh and jax.process_index() > 0:
-        return  # each process has a state of its own then, and the first one's is saved
+    if collection.shards.is_of_each_process and jax.process_index() > 0:
+        return
     life = _life_of(state)
     is_earlier = any(name == saved["word"] and saved["order"] <= order for name, order in life.ancestors)
     if saved["word"] == life.name or is_earlier:

@@ -18,6 +18,7 @@ from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.records import Records, join_records, regroup
+from jaxsok.shards import parts_of
 from jaxsok.specs import StoreSpec, TableRef
 from jaxsok.store import row_bytes
 from jaxsok.table_import import Held, RecordWriter, take_padded
@@ -59,6 +60,9 @@ def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> N
     streams = {shard: regroup(read_shard(shard), most_lines, join_records) for shard in local[: 1 if is_once else None]}
     writer = RecordWriter(op, collection.stores, table, held, clock=np.uint32(0), is_reset=True)
     none, total = source.form(name).no_records(), 0
+    # Along axes that are not named shards are repeated, also in other processes: one of them counts their rows.
+    counters = held.state.stores[table.store].counters
+    counted = streams.keys() if is_once else {shard for shard, _ in parts_of(counters, spec.num_shards, is_once=True)}
     while True:
         blocks, most, error = {}, FAILED, None
         try:
@@ -75,7 +79,7 @@ def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> N
         if most == 0:
             break
         size = min(most_lines, 1 << max(6, (most - 1).bit_length()))
-        total += sum(block.num_rows for block in blocks.values())
+        total += sum(block.num_rows for shard, block in blocks.items() if shard in counted)
         arrays = {shard: _pad(source, held, spec, block, taken, size) for shard, block in blocks.items()}
         if is_once:
             arrays = dict.fromkeys(local, arrays[local[0]])

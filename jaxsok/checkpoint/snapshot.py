@@ -37,9 +37,10 @@ class Piece:
 
 def shard_parts(tree: Any, spec: StoreSpec, shards: Shards) -> dict[int, Any]:
     """Finds the parts of a store's arrays that this process saves, each once, by shard and on its device."""
+    if shards.is_of_each_process and jax.process_index() > 0:
+        return {}
     if not shards.is_mesh:
-        # Every process has a state of its own then, and the first one's is saved.
-        return {0: jax.tree.map(lambda array: array.addressable_data(0), tree)} if jax.process_index() == 0 else {}
+        return {0: jax.tree.map(lambda array: array.addressable_data(0), tree)}
     parts = parts_of(tree, spec.num_shards, is_once=True)
     return {shard: part for shard, part in parts if shard == 0 or not spec.is_replicated}
 

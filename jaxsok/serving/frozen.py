@@ -259,8 +259,8 @@ def freeze(
 
     Raises:
       MemoryError: the host has no room.
-      ValueError: an unknown table or dtype, rows to be quantized that are not finite, or no default for a table whose
-        initial rows XLA computes (`initializers.matrix` and `function`).
+      ValueError: a mesh over several processes, an unknown table or dtype, rows to be quantized that are not finite,
+        or no default for a table whose initial rows XLA computes (`initializers.matrix` and `function`).
 
     Cost:
       Each row crosses to the host and back once, in chunks of 64 MiB; with a `device_share` below 1 to the host twice.
@@ -275,6 +275,11 @@ def freeze(
       >>> print(freeze(collection, state).tables["item"].missing)
       the initial row: uniform(-0.05, 0.05) of table "item", seed 0
     """
+    if collection.shards.num_processes > 1:
+        raise ValueError(
+            f"freeze: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process, "
+            "which has all rows; export with jaxsok.checkpoint, and serve the folder."
+        )
     specs = {table.name: table for table in collection.tables}
     names = list(specs) if tables is None else list(tables)
     for argument, given in (("tables", names), ("dtype", dtype), ("defaults", defaults)):

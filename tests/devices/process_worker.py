@@ -192,6 +192,53 @@ def main(jobs, folder):
         do_job(job, number, num_processes, pathlib.Path(folder, job if len(names) > 1 else ""))
 
 
+def other_meshes(number, folder):
+    """Saves and restores over meshes of each process's own devices, and over one with an axis that is not named.
+
+    Also freezes, and evicts with a `hand_over` that fails in the second process, over a mesh of all.
+    """
+    from jaxsok import checkpoint, policies, serving
+
+    found = {}
+
+    def train(collection, state, keys):
+        batch = collection.batch({"user": keys})
+        return collection.lookup(collection.grow(state, batch), batch.features)[1]
+
+    def content(collection, state):
+        keys = np.arange(100)
+        return collection.num_rows(state)["user"], np.asarray(collection.rows_of(state, "user", keys)[0]).tobytes()
+
+    def collection_over(devices, names):
+        mesh = jax.sharding.Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        table = jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=64, statistics=True)
+        return jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")], mesh=mesh, axis="data")
+
+    own = collection_over(np.array(jax.local_devices()), ("data",))
+    repeated = collection_over(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
+    for name, collection, of_process in (("own", own, 20 * number), ("repeated", repeated, 0)):
+        state = train(collection, collection.init(seed=0), of_process + np.arange(40))
+        full = checkpoint.export_full(folder / f"{name}-full", collection, state)
+        state = train(collection, state, of_process + np.arange(50))
+        delta = checkpoint.export_delta(folder / f"{name}-delta", collection, state, base=full)
+        found[name] = [str(content(collection, checkpoint.load(delta.path, collection)) == content(collection, state))]
+        found[f"{name} rows"] = [str(collection.num_rows(checkpoint.load(full.path, collection))["user"])]
+
+    whole = collection_over(np.array(jax.devices()), ("data",))
+    state = train(whole, whole.init(seed=0), number * 20 + np.arange(20))
+    before = content(whole, state)
+    found["freeze"] = outcome_of(lambda: serving.freeze(whole, state, device=jax.local_devices()[0]))
+
+    def hand_over(name, records):
+        if number == 1:
+            raise OSError(28, "No space left on device")
+
+    lru = policies.LeastRecentlyUsed()
+    found["evict"] = outcome_of(lambda: whole.evict(state, "user", policy=lru, num_rows=10, hand_over=hand_over))
+    found["unchanged"] = [str(content(whole, state) == before)]
+    np.savez(folder / f"{number}.npz", **{name: np.array(words) for name, words in found.items()})
+
+
 def do_job(job, number, num_processes, folder):
     """Runs one job and writes its results to the folder."""
     axis_type = AxisType.Explicit if job in ("operations", "evict") else AxisType.Auto
@@ -208,6 +255,9 @@ def do_job(job, number, num_processes, folder):
         return
     if job == "errors":
         errors_of_one(mesh, number, folder)
+        return
+    if job == "other meshes":
+        other_meshes(number, folder)
         return
     if job == "host memory":
         host_memory(mesh, number, num_processes, folder)

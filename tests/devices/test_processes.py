@@ -70,7 +70,7 @@ def results_of_jobs(jobs, folder, num_devices, timeout_s):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """Returns the results of jobs of two processes with two devices each."""
-    jobs = ("train", "train stacked", "operations", "evict", "host memory")
+    jobs = ("train", "train stacked", "operations", "evict", "host memory", "other meshes")
     return results_of_jobs(jobs, tmp_path_factory.mktemp("together"), 2, timeout_s=240)
 
 
@@ -275,6 +275,18 @@ def test_an_error_of_one_process_ends_a_call_in_all(raised):
         assert result.pop("left").tolist() == [[]]
         assert result.pop("unchanged").tolist() == result.pop("again").tolist() == ["True"]
         assert not result
+
+
+def test_meshes_that_are_not_over_all_processes_once(together):
+    """Of states of their own the first is saved, repeated shards count once, and what needs all rows is refused."""
+    first, second = together["other meshes"]
+    assert first["own"].tolist() == ["True"] and second["own"].tolist() == ["False"]
+    for result in (first, second):
+        assert result["repeated"].tolist() == ["True"]
+        assert result["own rows"].tolist() == result["repeated rows"].tolist() == ["40"]
+        assert "freeze: collection: got a mesh over 2 processes, wanted one process" in str(result["freeze"])
+        assert "No space left on device" in str(result["evict"])
+        assert float(result["evict"][1]) < END_S and result["unchanged"].tolist() == ["True"]
 
 
 def test_host_memory_of_processes_on_one_host(together):
