@@ -177,13 +177,16 @@ def test_the_estimate_is_what_each_device_allocates(num_shards):
 
 
 def test_the_estimate_counts_what_is_staged():
-    """It counts 24 bytes of a row, 48 of Adam's state and 16 of an owner for 900 keys beyond 100 slots; 4 per key."""
+    """It counts 24 bytes of a row, 48 of Adam's state and 16 of an owner for 900 keys beyond 100 slots.
+
+    And for each key 4 bytes of its slot, and 16 in the list of rows that leave, and in that of those that come.
+    """
     features = [FeatureSpec("user", table="user", combiner=None)]
     staged = [
         memory_estimate([table(memory=rows, capacity=5000)], features, num_samples=1000).stores[0].step["staged"]
         for rows in (100, 1000, None)
     ]
-    assert staged[:2] == [900 * 88 + 4000, 4000]
+    assert staged[:2] == [900 * 88 + 36_000, 36_000]
     plain = memory_estimate([TableSpec("user", 6, ADAM, capacity=5000)], features, num_samples=1000)
     assert plain.stores[0].step["staged"] == plain.host_bytes == 0
     assert "staged" not in str(plain) and "host memory" not in str(plain)
