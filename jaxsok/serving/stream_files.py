@@ -1,7 +1,7 @@
 """A process that writes the files of versions: `python -P stream_files.py` of `streams.Follower`.
 
 Redis's client holds Python's lock while it copies a chunk. In the process that answers requests, lookups would wait
-for it; here nothing does. This module imports no other one of jaxsok, so its process starts in 0.2 s and has no JAX.
+for it; here nothing does. This module imports no other one of jaxsok, so its process starts fast, and has no JAX.
 
 Each line of its input is a version, in JSON: the URL of Redis, the key of its chunks, the names and sizes of its files,
 and the folder for them. It answers with a line: the kind of what went wrong, and what was got, or two times null.

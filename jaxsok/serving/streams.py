@@ -331,8 +331,8 @@ def _find_next(pending: Sequence[_Entry], held: Mapping[str, str | None]) -> tup
 class Follower(Repeated):
     """Brings one model of a server to each new version of its stream, in a thread of its own that `start` starts.
 
-    It goes on from what the tables hold, so a server that was opened again replays what it lacks. While it applies
-    versions, another thread has the files of those that come fetched, by a process of its own.
+    It goes on from what the tables hold, so a server that was opened again replays what it lacks. A process writes the
+    files of versions (`_Fetcher`); while some are applied, another thread has it write those of the next ones.
     """
 
     def __init__(self, source: UpdateSource, model: str, served: Any) -> None:
@@ -343,8 +343,8 @@ class Follower(Repeated):
         self._position = "0-0"  # the last version that the tables hold
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
-        # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
         self._fetcher = _Fetcher(self._stream)
+        # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
         self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-stream-")
         self._fetched: dict[str, pathlib.Path] = {}
 

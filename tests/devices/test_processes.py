@@ -278,7 +278,7 @@ def test_an_error_of_one_process_ends_a_call_in_all(raised):
 
 
 def test_meshes_that_are_not_over_all_processes_once(together):
-    """Of states of their own the first is saved, repeated shards count once, and what needs all rows is refused."""
+    """The first of several states is saved, repeated shards count once, and what needs all rows is refused."""
     first, second = together["other meshes"]
     assert first["own"].tolist() == ["True"] and second["own"].tolist() == ["False"]
     for result in (first, second):

@@ -427,7 +427,7 @@ def test_the_example_prints_rows(folder, tmp_path):
     assert [int(line[0]) for line in lines] == keys.tolist()
     np.testing.assert_array_equal(np.array([line[1:] for line in lines], np.float32), rows)
     wrong = [[folder, "float32_4_0", key] for key in ("abc", "3x", "", str(2**64))]
-    for arguments in ([folder / "nowhere", "item", "3"], [folder, "nobody", "3"], [folder], *wrong):
+    for arguments in ([folder / "nowhere", "item", "3"], [folder, "missing", "3"], [folder], *wrong):
         found = subprocess.run([program, *arguments], capture_output=True, text=True)
         assert found.returncode == 1 and found.stderr.count("\n") == 1
 

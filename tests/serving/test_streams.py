@@ -13,8 +13,8 @@ import time
 import urllib.error
 import urllib.request
 
-import jax
 import numpy as np
+import programs
 import pytest
 import redis
 from redis_servers import Cluster, Server, running
@@ -136,8 +136,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_models_and_two_consumers(options, url, tmp_path):
-    if len(jax.local_devices()) < len(options.get("deployed_device_list", [0])):
-        pytest.skip("needs two devices")
+    programs.mesh(len(options.get("deployed_device_list", [0])))  # skips the test if there are fewer devices
     trainings = [Training(tmp_path, url, model) for model in ("dlrm", "other")]
     with serve(url, *trainings, consumer="a", **options) as a, serve(url, *trainings, consumer="b", **options) as b:
         trainings[0].publish(erased=[2])
@@ -400,7 +399,7 @@ def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
 
 
 def test_files_are_written_by_a_process_that_is_started_again(url, tmp_path, caplog):
-    """Its command line does not show the URL; whoever kills it delays a version; it ends with the session."""
+    """Its command line does not show the URL, a version comes later if it is killed, and it ends with the session."""
     training = Training(tmp_path, url)
     with serve(url, training) as session:
         fetcher, pids = session._followers["dlrm"]._fetcher, []

@@ -289,7 +289,7 @@ class _Workers:
     def __init__(self, number: int) -> None:
         self._number, self._lock = number, threading.Lock()
         # Under `_lock`: how many may come in at once, and the locks at which others wait. There are none while some are
-        # free, since who leaves hands its place to the first. Nobody comes in, or begins to wait, if it is closed.
+        # free, since who leaves hands its place to the first. If it is closed, no thread comes in or begins to wait.
         self._num_free, self._waiting, self._is_closed = number, collections.deque[Any](), False
 
     def close(self, until: float | None) -> bool:
