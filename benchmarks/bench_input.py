@@ -11,24 +11,30 @@ Last result: 2026-11-26, H100, 16 cores (docs/results/raw_batches.md): 8 threads
 
 "Packed" is the time of `collection.batch`, which on a GPU does not wait for its copy; with int32 keys it includes the
 dispatch of the program that widens them. "Fed" takes raw batches through `collection.pipeline`, one after the other:
-by the thread that it has by default, and with `prefetch=0`.
+by the thread that it has by default, and with `prefetch=0`. With eight steps a call (`steps_per_call=8`) the program is
+a `lax.scan`, which keeps the embeddings; batches that were packed before are then stacked before, too.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jaxsok
 
 from . import fill, records, workloads
+from .bench_tiers import CALLS, PER_CALL
 from .records import Record, Recorder
 from .timing import Protocol, Timing, summary
 from .workloads import Workload
@@ -38,7 +44,11 @@ WORKLOADS = ("W1", "W5")
 THREADS = (1, 2, 4, 8, 16, 32)
 """Numbers of threads, up to the cores of the host."""
 
-FED: dict[str, dict[str, int]] = {"fed": {}, "fed, prefetch=0": {"prefetch": 0}}
+FED: dict[str, dict[str, int]] = {
+    "fed": {},
+    "fed, prefetch=0": {"prefetch": 0},
+    f"fed{CALLS}": {"steps_per_call": PER_CALL},
+}
 """Options of the pipeline by variant of the fed step."""
 
 _WARM_UP_STEPS = 64
@@ -161,7 +171,6 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
     """Measures a step on batches that were packed before, and steps fed from raw batches."""
     filled = fill.fill_tables(given.workload, given.workload.runs[0].optimizer)
     collection = given.collection(filled.collection.tables)
-    num_bytes = 8 * given.workload.num_keys
     with filled.view_as(given.workload, collection) as seen:
         raws = [given.raw(collection, ids) for ids in id_sets]
         gradients = seen.gradients(given.workload.num_bags)
@@ -169,20 +178,42 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
         packed = seen.measure(records.STEP, sets, given.protocol)
         given.add(records.STEP, "jaxsok", packed, "packed before", 0, optimizer=seen.optimizer)
 
-        for variant, options in FED.items():
-            pipeline = iter(collection.pipeline(itertools.cycle(raws), **options))  # batches ahead are packed once
+        @functools.partial(jax.jit, donate_argnums=0)
+        def call(state: Any, features: Any, gradients: Any) -> tuple[Any, Any]:
+            def step(state: Any, features: Any) -> tuple[Any, Any]:
+                state, (_, stats) = seen.programs[records.STEP].function(state, (features, gradients))
+                return state, stats
 
-            def steps(count: int, pipeline: Any = pipeline) -> float:
+            return lax.scan(step, state, features)
+
+        def measure(variant: str, features: Iterator[Any], per_call: int, limit_ms: float | None = None) -> float:
+            """Records and returns the time of a step, of those that follow a warm-up."""
+
+            def calls(count: int) -> float:
                 outputs = None
                 begin = time.perf_counter()
-                for batch, _ in itertools.islice(pipeline, count):
-                    seen.state, outputs = seen.programs[records.STEP].run(seen.state, (batch.features, gradients))
+                for given_features in itertools.islice(features, count):
+                    if per_call == 1:
+                        inputs = given_features, gradients
+                        seen.state, outputs = seen.programs[records.STEP].run(seen.state, inputs)
+                    else:
+                        seen.state, outputs = call(seen.state, given_features, gradients)
                 jax.block_until_ready((seen.state, outputs))
                 return time.perf_counter() - begin
 
-            steps(_WARM_UP_STEPS if jax.default_backend() == "gpu" else 3)
-            count = max(10, given.protocol.dispatches(packed.ms * 1e-3))
-            times = [steps(count) * 1e3 / count for _ in range(given.protocol.affordable(packed.ms * 1e-3))]
+            calls(math.ceil((_WARM_UP_STEPS if jax.default_backend() == "gpu" else 3) / per_call))
+            count = math.ceil(max(10, given.protocol.dispatches(packed.ms * 1e-3)) / per_call)
+            repetitions = given.protocol.affordable(packed.ms * 1e-3)
+            timing = summary([calls(count) * 1e3 / (count * per_call) for _ in range(repetitions)], count)
+            num_bytes = 0 if limit_ms is None else 8 * given.workload.num_keys
+            given.add(records.STEP, "jaxsok", timing, variant, num_bytes, optimizer=seen.optimizer, limit_ms=limit_ms)
+            return timing.ms
+
+        chosen = [sets[number % len(sets)][0] for number in range(PER_CALL)]
+        stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *chosen)
+        limits = {1: packed.ms, PER_CALL: measure(f"packed before{CALLS}", itertools.repeat(stack), PER_CALL)}
+        for variant, options in FED.items():
+            per_call = options.get("steps_per_call", 1)
+            pipeline = iter(collection.pipeline(itertools.cycle(raws), **options))  # batches ahead are packed once
+            measure(variant, (batch.features for batch, _ in pipeline), per_call, limits[per_call])
             pipeline.close()
-            timing = summary(times, count)
-            given.add(records.STEP, "jaxsok", timing, variant, num_bytes, optimizer=seen.optimizer, limit_ms=packed.ms)
