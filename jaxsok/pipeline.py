@@ -346,7 +346,8 @@ class Pipeline:
             self._make_ready(1)
             while self._ready:
                 self._make_ready(1 + self._ahead.reach)
-                self._pack(self._num_packed)
+                # All of the next call: copies that begin later would wait for the call that is handed out now.
+                self._pack(self._num_packed, self._steps_per_call)
                 coming = self._ready[0]
                 plan = self._with_following(coming.batch, not_none(coming.plan))
                 handed_out = coming if self._joins and _is_in_one_round(plan) else None
@@ -414,8 +415,8 @@ class Pipeline:
             plan, following=plans, staleness=self._ahead.staleness, updates_before=int(is_updated)
         )
 
-    def _pack(self, num_batches: int) -> None:
-        """Reads and packs until there are `num_batches` batches, or no more; waits for the first."""
+    def _pack(self, num_batches: int, num_awaited: int = 1) -> None:
+        """Reads and packs until there are `num_batches` batches, or no more; waits for the first `num_awaited`."""
         while len(self._packed) < num_batches and not self._is_read:
             if self._reader is not None:
                 slot = _Slot(current_settings())
@@ -427,8 +428,8 @@ class Pipeline:
             stages = _Stages(self)
             self._packed = (*self._packed, stages)
             stages.run_next()
-        if self._packed:
-            self._wait_for(self._packed[0])
+        for packed in self._packed[:num_awaited]:
+            self._wait_for(packed)
 
     def _request(self, slot: _Slot) -> None:
         not_none(self._reader).submit(self._fill)

@@ -16,6 +16,7 @@ from test_joined_steps import BAGS, bags_of_three, rectangular
 from test_pipeline import GRADIENTS, NUM_SHARDS, collection, even, make_skewed
 
 import jaxsok
+from jaxsok.pipeline import PLANS_AHEAD
 
 
 def step_of(declared, state, batch, plan):
@@ -398,6 +399,25 @@ def test_ctrl_c_loses_no_batch(num_shards, prefetch):
         except KeyboardInterrupt:
             num_pressed += 1
     assert num_pressed == 1 and numbers == list(range(12))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("num_shards", "num_planned"), [(None, 0), (NUM_SHARDS, PLANS_AHEAD)])
+def test_a_call_is_handed_out_when_all_batches_of_the_next_one_are_sent(num_shards, num_planned, prefetch, monkeypatch):
+    """A copy that began after the step was dispatched would wait for it."""
+    declared, sent = collection(num_shards), []
+    send = declared.packer.send
+
+    def slow(packed):
+        time.sleep(0.005)
+        sent.append(packed)
+        return send(packed)
+
+    monkeypatch.setattr(declared.packer, "send", slow)
+    raws = ({name: np.arange(128) for name in ("user", "ad")} for _ in range(20))
+    seen = [len(sent) for _ in declared.pipeline(raws, steps_per_call=4, prefetch=prefetch)]
+    assert len(seen) == 5
+    assert all(num >= min(20, 4 * (call + 2 + num_planned)) for call, num in enumerate(seen))
 
 
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
