@@ -165,7 +165,7 @@ class Packed:
         self.stores, self.shards, self.growth = collection.stores, collection.shards, collection.growth
         self.plan, self.plan_with_loads = collection.plan, collection.plan_with_loads
         self.step_with_plan = collection.step_with_plan
-        self.packer = self
+        self.packer, self.batches_per_call = self, 1
 
     def begin(self, raw: Batch, pad_to: int | None) -> Batch:
         """Returns the batch itself."""

@@ -27,6 +27,9 @@ ALIGNMENT = 64
 _MOST_BLOCKS = 6
 """Blocks of one size at first: batches that are copied, that are packed, and that are being packed."""
 
+_CALLS = 4
+"""Calls of several steps for whose batches there are blocks at first: their copies wait for whole calls."""
+
 _PATIENCE_S = 0.25
 """Seconds to wait for pinned memory in use before one more block is pinned, for good, which takes milliseconds: copies
 to a GPU wait for the programs that were dispatched before them, and a host that is ahead would pin memory for every
@@ -60,11 +63,12 @@ class HostBuffers:
         """Blocks that wait for a batch."""
         return sum(blocks.qsize() for blocks in self._free.values())
 
-    def take(self, num_bytes: int) -> ctypes.Array:
+    def take(self, num_bytes: int, batches_per_call: int = 1) -> ctypes.Array:
         """Lends memory of undefined contents until nothing refers to it; may wait _PATIENCE_S for pinned memory."""
         size = max(LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
         free = self._free.setdefault(size, queue.SimpleQueue())
-        used, most = self._lent.setdefault(size, set()), self._most.setdefault(size, _MOST_BLOCKS)
+        used = self._lent.setdefault(size, set())
+        self._most[size] = most = max(self._most.get(size, _MOST_BLOCKS), _CALLS * batches_per_call)
         patience = time.monotonic() + _PATIENCE_S if self.is_pinned and len(used) >= most else 0.0
         while True:
             try:

@@ -265,6 +265,8 @@ class HostPacker:
     """True makes keys of at most 32 bits travel as 32 bits; None: if the devices are GPUs."""
     is_split: bool = False
     """True if a process that has only this packer packs for all shards."""
+    batches_per_call: int = 1
+    """The most steps that a call of a pipeline takes: so many batches wait for one call, each in memory of its own."""
 
     def __init__(
         self,
@@ -451,7 +453,7 @@ class HostPacker:
         if num_ragged:
             if max(num_keys) >= 2**31:
                 return begun
-            offsets = self.host_buffers().take(recipe.num_bytes)
+            offsets = self.host_buffers().take(recipe.num_bytes, self.batches_per_call)
             sizes = self._pack_bags(recipe, addresses[num_features:][:num_ragged], num_keys, offsets)
             if sizes is None:
                 return begun
@@ -459,7 +461,7 @@ class HostPacker:
         if sized is None:
             return begun
         memory, places = sized.memory, sized.places
-        lent, keys = self.host_buffers().take(memory.num_bytes), _copy(sized.keys)
+        lent, keys = self.host_buffers().take(memory.num_bytes, self.batches_per_call), _copy(sized.keys)
         place = ctypes.addressof(lent)
         keys["keys"] = addresses[:num_features]
         keys["packed"] += place

@@ -222,6 +222,7 @@ class Pipeline:
     ):
         self._collection, self._ahead = collection, ahead
         self._steps_per_call, self._num_packed = steps_per_call, (prefetch or PACKED_AHEAD) * steps_per_call
+        collection.packer.batches_per_call = max(collection.packer.batches_per_call, steps_per_call)
         self._batches = iter(batches)
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]

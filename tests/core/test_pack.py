@@ -755,6 +755,19 @@ def test_pinned_memory_is_waited_for(monkeypatch):
     assert client.num_pinned == 9 and time.monotonic() - begin < 0.05
 
 
+def test_calls_of_several_steps_have_memory_for_their_batches():
+    """Copies wait for whole calls; a pipeline that waited for memory in turn would hold up each call."""
+    client = Client()
+    buffers = HostBuffers(client)
+    begin = time.monotonic()
+    lent = [buffers.take(1, batches_per_call=8) for _ in range(32)]
+    assert client.num_pinned == len(lent) == 32 and time.monotonic() - begin < 0.2
+    collection = declare(("single",), None)
+    collection.pipeline([], steps_per_call=8)
+    collection.pipeline([])
+    assert collection.packer.batches_per_call == 8
+
+
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_batches_do_not_change_when_others_are_packed(num_shards):
     """Kept batches keep their contents, whatever is packed after them and however they are passed on."""
