@@ -51,8 +51,9 @@ FED: dict[str, dict[str, int]] = {
 }
 """Options of the pipeline by variant of the fed step."""
 
-_WARM_UP_STEPS = 64
-"""Fed steps before any is timed, on a GPU: the first sixty of W5 took longer, while further memory was pinned."""
+_WARM_UP_STEPS, _STEPS = 64, 256
+"""Fed steps before any is timed, on a GPU, and those of a repetition: the first sixty of W5 took longer, while further
+memory was pinned, and the first calls after a wait find other copies under way than those in the middle of training."""
 
 
 def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
@@ -178,6 +179,11 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
         packed = seen.measure(records.STEP, sets, given.protocol)
         given.add(records.STEP, "jaxsok", packed, "packed before", 0, optimizer=seen.optimizer)
 
+        is_on_gpu = jax.default_backend() == "gpu"
+        num_warm_up, num_steps = (
+            (_WARM_UP_STEPS, _STEPS) if is_on_gpu else (3, max(10, given.protocol.dispatches(packed.ms * 1e-3)))
+        )
+
         @functools.partial(jax.jit, donate_argnums=0)
         def call(state: Any, features: Any, gradients: Any) -> tuple[Any, Any]:
             def step(state: Any, features: Any) -> tuple[Any, Any]:
@@ -201,10 +207,10 @@ def _measure_steps(given: _Input, id_sets: Sequence[np.ndarray]) -> None:
                 jax.block_until_ready((seen.state, outputs))
                 return time.perf_counter() - begin
 
-            calls(math.ceil((_WARM_UP_STEPS if jax.default_backend() == "gpu" else 3) / per_call))
-            count = math.ceil(max(10, given.protocol.dispatches(packed.ms * 1e-3)) / per_call)
-            repetitions = given.protocol.affordable(packed.ms * 1e-3)
-            timing = summary([calls(count) * 1e3 / (count * per_call) for _ in range(repetitions)], count)
+            calls(math.ceil(num_warm_up / per_call))
+            count = max(1, num_steps // per_call)
+            times = [calls(count) * 1e3 / (count * per_call) for _ in range(given.protocol.repetitions)]
+            timing = summary(times, count)
             num_bytes = 0 if limit_ms is None else 8 * given.workload.num_keys
             given.add(records.STEP, "jaxsok", timing, variant, num_bytes, optimizer=seen.optimizer, limit_ms=limit_ms)
             return timing.ms
