@@ -5,9 +5,9 @@ Workload: W1 (a column of int64 keys a feature, and the same as int32) and W5 (r
 Limit:    as many bytes copied from array to array by as many threads; of the copies to a device, its link, which the
           pinned copy shows. The fed step is compared with the same step on batches packed before.
 Command:  `python -m jaxsok bench --only input`
-Last result: 2026-11-26, H100, 16 cores (docs/results/raw_batches.md): 8 threads pack W1 in 0.81 ms and W5 in 2.8; fed
-          steps with `prefetch=0` take 1.08 and 1.02 times those on batches packed before, and W1's 1.23 times by the
-          pipeline's thread.
+Last result: 2026-11-28, H200, 16 cores (docs/results/raw_batches.md): fed steps with `prefetch=0` take 1.02 and 0.98
+          times those on batches packed before, W1's 1.4 times by the pipeline's thread; eight steps a call 1.30 and
+          1.04 times those in calls of eight.
 
 "Packed" is the time of `collection.batch`, which on a GPU does not wait for its copy; with int32 keys it includes the
 dispatch of the program that widens them. "Fed" takes raw batches through `collection.pipeline`, one after the other:
