@@ -66,7 +66,8 @@ typedef struct jaxsok_feature {
   int64_t num_keys;     /* may be 0 */
   int64_t num_bags;     /* rows of `out`; with JAXSOK_ROWS equal to num_keys */
   int64_t first_offset; /* the first of num_bags + 1 offsets: bag b has the keys offsets[b] to offsets[b + 1] - 1,
-                           counted from first_key. -1: every bag has num_keys / num_bags keys */
+                           counted from first_key. -1: every bag has num_keys / num_bags keys, at least
+                           one */
   int64_t first_weight; /* the first of num_keys weights that multiply rows; -1: none */
   float* out;           /* [num_bags, dim], written. For a GPU it is aligned to 16 bytes */
 } jaxsok_feature;

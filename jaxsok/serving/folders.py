@@ -121,12 +121,6 @@ def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: 
     return _cut_keys(links[0].op, source, where) if key_bits == 32 else source
 
 
-def is_delta(path: Path) -> bool:
-    """Returns True for a folder of `export_delta`; CorruptFileError: its manifest is damaged."""
-    folder = pathlib.Path(path)
-    return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
-
-
 def open_either(op: str, path: Path, table: FrozenTable, key_bits: KeyBits) -> TableSource:
     """Opens a delta alone, or all rows of a table."""
     return open_table(path, table=table.name, dim=table.dim, key_bits=key_bits, alone=True, op=op)

@@ -4,6 +4,7 @@ For programs that come from HPS: `from jaxsok.serving import hps`. Each layer is
 explains calls, and takes part in its `set_tables` and in `export_model`.
 """
 
+import dataclasses
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from jaxsok import adapters, checks
+from jaxsok.adapters import Coo
 from jaxsok.features import Bags
 from jaxsok.serving import nnx
 from jaxsok.serving.config import read
@@ -71,6 +73,19 @@ class LookupLayer(_OfOneTable, nnx.LookupLayer):
     """
 
 
+def _with_weights(ids: Any, weights: Any) -> Any:
+    """Gives keys the weights that lie in a structure like theirs."""
+    if not isinstance(ids, (Bags, Coo)):
+        return Bags(ids, weights=weights)  # also of two `tf.SparseTensor`s
+    if isinstance(weights, type(ids)):
+        for name in {field.name for field in dataclasses.fields(ids)} - {"keys", "weights"}:
+            mine, other = getattr(ids, name), getattr(weights, name)
+            if (mine is None) != (other is None) or not np.array_equal(mine, other):
+                raise ValueError(f"SparseLookupLayer: sp_weights: {name}: got {other}, wanted those of sp_ids, {mine}.")
+        weights = weights.keys
+    return dataclasses.replace(ids, weights=weights)
+
+
 class SparseLookupLayer(_OfOneTable, nnx.SparseLookupLayer):
     """An embedding for each bag of one table of an HPS model: `nnx.SparseLookupLayer` with HPS's arguments.
 
@@ -85,7 +100,7 @@ class SparseLookupLayer(_OfOneTable, nnx.SparseLookupLayer):
 
     def __call__(self, sp_ids: Any, sp_weights: Any = None, **options: Any) -> Float32[Array, "num_bags dim"]:
         """Looks up; `options` are those of `jaxsok.serving.nnx.SparseLookupLayer`."""
-        ids = sp_ids if sp_weights is None else Bags(sp_ids, weights=sp_weights)
+        ids = sp_ids if sp_weights is None else _with_weights(sp_ids, sp_weights)
         spec = FeatureSpec("sp_ids", table=self.spec.table, weighted=sp_weights is not None)
         return super().__call__(
             adapters.convert_features({"sp_ids": ids}, [spec], type(self).__name__)["sp_ids"], **options

@@ -238,7 +238,7 @@ class Publisher:
                     f'the last version in "{self.name}"; publish deltas in order, or a full export.'
                 )
             read = min(map(_order, positions.values()), default=there[-1].order if there else ())
-            full = max((number for number, entry in enumerate(there) if not entry.base), default=0)
+            full = _find_start(there)
             excess = sum(entry.num_bytes for entry in there) + num_bytes - self._max_bytes
             leaving = []
             for number, entry in enumerate(there):
@@ -314,6 +314,19 @@ class _Fetcher:
             process.communicate()
 
 
+def _find_start(entries: Sequence[_Entry], names: Iterable[str] = ()) -> int:
+    """Finds the last full export that has all tables of the versions before it, which are not needed then; or 0.
+
+    Versions of an older publisher, which did not write their tables, have `names`, and replace all.
+    """
+    start, before = 0, set[str]()
+    for number, entry in enumerate(entries):
+        if not entry.base and (entry.tables is None or before <= set(entry.tables)):
+            start = number
+        before |= set(names if entry.tables is None else entry.tables)
+    return start
+
+
 def _find_next(pending: Sequence[_Entry], held: Mapping[str, str | None]) -> tuple[int, Sequence[str], bool]:
     """Finds the next version that tables lack, by the versions that they hold, which may differ.
 
@@ -323,8 +336,7 @@ def _find_next(pending: Sequence[_Entry], held: Mapping[str, str | None]) -> tup
     counts = {entry.uuid: number for number, entry in enumerate(pending, 1)}
     done = {name: counts.get(uuid, 0) for name, uuid in held.items()}
     lacking = [[name for name in entry.find_changed(held) if done[name] <= n] for n, entry in enumerate(pending)]
-    last_full = max((n for n, entry in enumerate(pending) if not entry.base), default=0)
-    first = max(last_full, next((n for n, names in enumerate(lacking) if names), len(pending)))
+    first = max(_find_start(pending, held), next((n for n, names in enumerate(lacking) if names), len(pending)))
     return first, lacking[first] if first < len(pending) else (), max(done.values()) > first
 
 
@@ -412,7 +424,9 @@ class Follower(Repeated):
             )
         if not self._pending:
             return 0
-        sizes = itertools.accumulate(entry.num_bytes for entry in self._pending)
+        # A full export is an update of its own: it follows no other version.
+        chain = [self._pending[0], *itertools.takewhile(lambda entry: entry.base, self._pending[1:])]
+        sizes = itertools.accumulate(entry.num_bytes for entry in chain)
         most = 1 if self._is_careful or is_for_some else max(1, sum(size <= BATCH_BYTES for size in sizes))
         num_fetched = sum(1 for _ in itertools.takewhile(lambda entry: entry.uuid in self._fetched, self._pending))
         batch = self._pending[: min(most, num_fetched or most)]  # others are fetched while these are applied

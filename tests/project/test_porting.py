@@ -174,6 +174,13 @@ def test_layers_with_the_arguments_of_hps(demo):
     mean = np.stack([(rows_of(2, 600) + 3 * rows_of(2, 601)) / 4, np.zeros(DIM), rows_of(2, 602)])
     weighted = jaxsok.Coo(indices, ids, weights=weights, shape=(3, 2))
     np.testing.assert_allclose(sparse(weighted), mean, rtol=1e-6, atol=1e-7)
+    bags = jaxsok.Bags(ids, lengths=np.array([2, 0, 1]))
+    of_bags = jaxsok.Bags(weights, lengths=np.array([2, 0, 1]))
+    sp_weights = jaxsok.Coo(indices, weights, shape=(3, 2))
+    for given in ((sp_ids, sp_weights), (sp_ids, weights), (bags, of_bags), (bags, weights)):
+        np.testing.assert_allclose(sparse(*given), mean, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match=r"sp_weights: indices: got .*, wanted those of sp_ids"):
+        sparse(sp_ids, jaxsok.Coo(indices[::-1], weights, shape=(3, 2)))
     total = np.stack([rows_of(2, 600) + rows_of(2, 601), np.zeros(DIM), rows_of(2, 602)])
     np.testing.assert_allclose(sparse(sp_ids, combiner="sum"), total, rtol=1e-6, atol=1e-7)
 

@@ -1741,7 +1741,7 @@ class Updated(cases.Session):
         self.sources, self.refused = [], set()
 
     def update(self, source=None, *, model=None, dense_file=None):
-        name = pathlib.Path(source).name
+        name = source and pathlib.Path(source).name
         if name in self.refused:
             raise ValueError(f"{name} does not fit")
         self.sources.append((model, name, dense_file and pathlib.Path(dense_file).name))
@@ -1766,6 +1766,53 @@ def test_watched_folders_are_applied_in_order(tmp_path):
     (tmp_path / "step-12-delta.writing").rename(tmp_path / "step-12-delta")
     hps_folder(tmp_path / "step-13")
     assert watcher.look() == 1 and session.sources[-1][1] == "step-13"
+
+
+def test_folders_with_the_last_of_a_table_or_of_the_dense_model_are_applied(tmp_path):
+    """However many folders come between two looks: what is served is that of a server that took them one by one."""
+    rng = np.random.default_rng(5)
+    for case in range(40):
+        folder, contents = tmp_path / str(case), {}
+        sessions = [Parts(), Parts()]
+        folder.mkdir()
+        watchers = [watch.Watcher(session, folder) for session in sessions]
+        for number in range(rng.integers(1, 8)):
+            parts = [part for part in ("user", "item", "dense") if rng.random() < 0.5] or ["dense"]
+            path = folder / f"{number}.tmp"
+            for part in parts:
+                below = path / "tables" / part if "dense" in parts and part != "dense" else path / part
+                below.mkdir(parents=True)
+                (below / ("model.json" if part == "dense" else "emb_vector")).write_text(str(number))
+                contents[part] = str(number)
+            path.rename(folder / str(number))
+            watchers[0].look()
+        watchers[1].look()
+        assert [session.served for session in sessions] == [contents] * 2
+    session = Parts()
+    session.refused.add("1")
+    for number in range(2):
+        (tmp_path / "refused" / str(number) / "user").mkdir(parents=True)
+        (tmp_path / "refused" / str(number) / "user" / "emb_vector").write_text(str(number))
+    assert watch.Watcher(session, tmp_path / "refused").look() == 1 and session.served == {"user": "0"}
+
+
+class Parts(cases.Session):
+    """A session that serves the contents of the files that it was updated from."""
+
+    def __init__(self):
+        super().__init__()
+        self._versions = {"ranker": 1}
+        self.served, self.refused = {}, set()
+
+    def update(self, source=None, *, model=None, dense_file=None):
+        path = pathlib.Path(source or dense_file)
+        if path.name in self.refused or path.parent.name in self.refused:
+            raise ValueError("refused")
+        if source:
+            self.served |= {file.parent.name: file.read_text() for file in path.glob("*/emb_vector")}
+        if dense_file:
+            self.served["dense"] = (pathlib.Path(dense_file) / "model.json").read_text()
+        return 2
 
 
 def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
@@ -1812,20 +1859,20 @@ def test_what_cannot_be_read_stops_no_other(tmp_path, monkeypatch, caplog):
     for model in ("ranker", "tables_only"):
         export(tmp_path / model / "1", "full")
         export(tmp_path / model / "2", "full")
-    kind_of = watch._kind_of
+    read_export = watch._read_export
 
     def broken(path):
         if path == tmp_path / "ranker" / "2":
             raise PermissionError(13, "not allowed", str(path))
-        return kind_of(path)
+        return read_export(path)
 
-    monkeypatch.setattr(watch, "_kind_of", broken)
+    monkeypatch.setattr(watch, "_read_export", broken)
     with cases.serving(session, watch=tmp_path) as found, httpx.Client(base_url=found.address) as client:
         assert session.sources == [("ranker", "1", None), ("tables_only", "2", None)]
         samples = samples_of(client.get("/metrics").text)
         assert samples["jaxsok_watched_updates_total", "ranker", "refused"] == 1
         assert caplog.text.count("not allowed") == 1
-    monkeypatch.setattr(watch, "_kind_of", kind_of)
+    monkeypatch.setattr(watch, "_read_export", read_export)
     watcher = watch.Watcher(session, tmp_path)
     shutil.rmtree(tmp_path / "ranker")
     (tmp_path / "ranker").symlink_to("ranker")

@@ -29,7 +29,7 @@ from jaxsok.records import Records
 from jaxsok.serving import folders as folders_lib, frozen
 from jaxsok.serving.config.values import MODEL_KEYS
 from jaxsok.serving.errors import ServingError, UnknownTableError
-from jaxsok.serving.folders import is_delta, open_table
+from jaxsok.serving.folders import open_table
 
 open_delta = functools.partial(open_table, alone=True)
 
@@ -244,13 +244,11 @@ def test_a_delta_alone(export):
         ) == held[number]
         before = open_table(folder / name, table="user", dim=3)
         assert before.uuid == delta.uuid and delta.num_rows < before.num_rows
-    assert is_delta(folder / "first") and not is_delta(folder / "full") and not is_delta(folder)
     assert open_delta(folder / "full", table="user", dim=3).base is None
 
 
 def test_a_delta_of_an_hps_directory(tmp_path):
     folder = hps(tmp_path / "user", [1], rows_of([1], 2))
-    assert not is_delta(folder)
     assert open_delta(folder, table="user", dim=2).base is None
 
 

@@ -196,6 +196,25 @@ def test_each_table_goes_on_from_what_it_holds(url, server, tmp_path, knows_tabl
         assert session.stats()["is_following"]
 
 
+def test_full_exports_of_some_tables_hide_no_others(url, tmp_path):
+    """A server that starts late applies the last full export of each table, as one that followed all along."""
+    training, parts = Training(tmp_path, url), {name: Trained({name: dim}) for name, dim in DIMS.items()}
+    with serve(url, training, consumer="early") as early:
+        for number, name in enumerate(["user", "item", "item"], 1):
+            parts[name].set(name, rows_of(range(number, 9), DIMS[name], version=number))
+            training.content[name] = parts[name].content[name]
+            training.publisher.publish(parts[name].full(tmp_path / f"part-{number}"))
+            wait_until(lambda: serves(early, training))
+        with serve(url, training, consumer="late") as late:
+            assert serves(late, training)
+            training.publisher.publish(training.all())
+            training.content = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
+            wait_until(lambda: serves(early, training) and serves(late, training))
+        training.publish(keys=[3])
+        wait_until(lambda: serves(early, training))
+        assert len(training.publisher._stream.entries()) == 2  # What is before an export of all tables has gone.
+
+
 def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatch):
     training = Training(tmp_path, url)
     before, pushes = {name: dict(mine) for name, mine in training.content.items()}, []

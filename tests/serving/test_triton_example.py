@@ -102,7 +102,9 @@ def model_class(monkeypatch):
     """Returns the class of model.py, loaded as the back end loads it."""
     module = types.ModuleType("triton_python_backend_utils")
     module.Tensor, module.InferenceResponse, module.TritonError = Tensor, Response, str
-    module.get_input_tensor_by_name = lambda request, name: Tensor(name, request.tensors[name])
+    module.get_input_tensor_by_name = lambda request, name: (
+        Tensor(name, request.tensors[name]) if name in request.tensors else None
+    )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
     spec = importlib.util.spec_from_file_location("triton_model", FOLDER / "1" / "model.py")
     loaded = importlib.util.module_from_spec(spec)
@@ -149,7 +151,11 @@ def test_requests_get_rows(model_class, tmp_path):
         requests.append(Request(keys, ["user_embeddings", "item_embeddings"]))
     requests.append(Request(requests[0].tensors, ["item_embeddings"]))
     wrong = {table: keys.astype(np.float32) for table, keys in requests[0].tensors.items()}
-    *answers, refused = model.execute([*requests, Request(wrong, ["user_embeddings"])])
+    users = {"user": requests[0].tensors["user"]}
+    requests.append(Request(users, ["user_embeddings"]))
+    *answers, refused, short = model.execute(
+        [*requests, Request(wrong, ["user_embeddings"]), Request(users, ["item_embeddings"])]
+    )
     for request, answer in zip(requests, answers, strict=True):
         arrays = answer.arrays()
         assert list(arrays) == request.wanted
@@ -160,6 +166,7 @@ def test_requests_get_rows(model_class, tmp_path):
             np.testing.assert_array_equal(rows, wanted)
             assert rows.dtype == np.float32
     assert "keys must be integers" in refused.error and refused.output_tensors == []
+    assert "got ['user'], wanted ['item'] too" in short.error
     assert (requests[2].tensors["item"] == -1).any()
     model.finalize()
 
@@ -197,5 +204,13 @@ def test_configurations_that_do_not_fit(changes, text, model_class, tmp_path):
     """A configuration that does not fit makes Triton refuse the model with a reason."""
     with pytest.raises(ValueError, match=re.escape(text)):
         model_class().initialize(write_arguments(tmp_path, hps_of(tmp_path), **changes))
+    arguments = write_arguments(tmp_path, hps_of(tmp_path))
+    config = json.loads(arguments["model_config"])
+    for parameters, text in (({}, "got no config"), ({"model": "no"}, "model: got 'no', wanted one of ['")):
+        given = {name: {"string_value": value} for name, value in parameters.items()}
+        given |= {"config": config["parameters"]["config"]} if parameters else {}
+        changed = {"model_config": json.dumps(config | {"parameters": given})}
+        with pytest.raises(ValueError, match=re.escape(text)):
+            model_class().initialize(changed)
     with pytest.raises(serving.ConfigError):
         model_class().initialize(write_arguments(tmp_path, {"models": []}))

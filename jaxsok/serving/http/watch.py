@@ -7,18 +7,35 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxsok import checks
-from jaxsok.serving import folders
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.saved import Source
+from jaxsok.serving.artifact.model import MANIFEST as MODEL
 from jaxsok.serving.ready import Repeated
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
 _Order: TypeAlias = list[tuple[int, str]]
-_Export: TypeAlias = tuple[pathlib.Path, Literal["full", "delta"]]
+_DENSE, _HPS_ROWS = "dense", "emb_vector"
 _UNFINISHED = re.compile(r"^\.|\.(writing|tmp|partial)$")
+
+
+class _Export(NamedTuple):
+    """A folder that a session can be updated from."""
+
+    path: pathlib.Path
+    kind: Literal["full", "delta"]
+    parts: frozenset[str | None]
+    """Its tables by name, and None for a dense model."""
+
+    @property
+    def tables(self) -> pathlib.Path | None:
+        """The folder of the tables; None: there is a dense model alone."""
+        below = self.path / "tables"
+        return below if below.is_dir() else self.path if self.parts != {None} else None
 
 
 class Watcher(Repeated):
@@ -51,9 +68,10 @@ class Watcher(Repeated):
         return self._interval_s
 
     def look(self) -> int:
-        """Applies new folders, from the last full export that is not refused on; returns how many were applied.
+        """Applies new folders, but for those that later ones replace; returns how many were applied.
 
-        A refused folder stops no other. It is tried again after another one was applied, and each minute.
+        A refused folder stops no other, and replaces none. It is tried again after another one was applied, and each
+        minute.
         """
         num_applied = 0
         for model in self._session.models:
@@ -62,16 +80,16 @@ class Watcher(Repeated):
             except OSError as error:
                 self._refuse(model, self.folder, error)
                 continue
-            fulls = [i for i, (_, kind) in enumerate(pending) if kind == "full"]
-            last = next((i for i in reversed(fulls) if self._apply(model, pending, i)), None)
-            deltas = range(0 if last is None else last + 1, len(pending))
-            num_applied += last is not None
-            num_applied += sum(self._apply(model, pending, i) for i in deltas if pending[i][1] == "delta")
+            left = list(range(len(pending)))
+            while (number := _find_needed(pending, left)) is not None:
+                is_applied = self._apply(model, pending, number)
+                left = [other for other in left if other > number or (other < number and not is_applied)]
+                num_applied += is_applied
         return num_applied
 
     def _find(self, model: str) -> list[_Export]:
         folder = self.folder / model
-        if not folder.is_dir() or _kind_of(folder) is not None:
+        if not folder.is_dir() or _read_export(folder) is not None:
             if len(self._session.models) > 1:
                 return []
             folder = self.folder
@@ -80,35 +98,35 @@ class Watcher(Repeated):
             if path in self._done or _UNFINISHED.search(path.name):
                 continue
             try:
-                kind = _kind_of(path)
+                export = _read_export(path)
             except OSError as error:
                 self._refuse(model, path, error)
                 continue
-            if kind is not None and model in self._last and _order(path) < self._last[model]:
+            if export is not None and model in self._last and _order(path) < self._last[model]:
                 _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
                 self._finish(model, path, "skipped")
-            elif kind is not None:
-                pending.append((path, kind))
+            elif export is not None:
+                pending.append(export)
         return pending
 
     def _apply(self, model: str, pending: Sequence[_Export], number: int) -> bool:
-        path = pending[number][0]
+        export = pending[number]
+        path, tables = export.path, export.tables
         failed_at, _ = self._refused.get(path, (-RETRY_S, ""))
         if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
-        tables, dense = path / "tables", path / "dense"
-        options = {"dense_file": str(dense)} if dense.exists() else {}
+        options = {"dense_file": str(path / _DENSE)} if None in export.parts else {}
         try:
-            version = self._session.update(str(tables if tables.is_dir() else path), model=model, **options)
+            version = self._session.update(None if tables is None else str(tables), model=model, **options)
         except Exception as error:
             self._refuse(model, path, error)
             return False
         _log.info("watch: %s: model %s is at version %s", path, model, version)
         self._last[model] = _order(path)
         self._finish(model, path, "applied")
-        for before, _ in pending[:number]:
-            if before not in self._done:
-                self._finish(model, before, "skipped")
+        for before in pending[:number]:
+            if before.path not in self._done:
+                self._finish(model, before.path, "skipped")
         # Those that were refused may fit now.
         self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
         return True
@@ -140,16 +158,35 @@ def _order(path: pathlib.Path) -> _Order:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
-def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
-    """Finds the kind of an export; None: it is no export, or is not complete yet."""
+def _find_needed(pending: Sequence[_Export], left: Sequence[int]) -> int | None:
+    """Finds the first of the exports that are left all of whose parts no later full export has; None: there is none."""
+    needed, replaced = None, None
+    for number in reversed(left):
+        kind, parts = pending[number].kind, pending[number].parts
+        if replaced is None or not parts <= replaced:
+            needed = number
+            if kind == "full":
+                replaced = parts | (replaced or frozenset())
+    return needed
+
+
+def _read_export(path: pathlib.Path) -> _Export | None:
+    """Finds what an export has; None: it is no export, or is not complete yet."""
     if not path.is_dir():
         return None
-    path = path / "tables" if (path / "tables").is_dir() else path
-    if (path / "manifest.json").is_file():
+    tables, dense = path / "tables", frozenset({None} if (path / _DENSE).exists() else ())
+    if not tables.is_dir():
+        tables = path
+    if (tables / manifest_lib.NAME).is_file():
         try:
-            return "delta" if folders.is_delta(path) else "full"
+            manifest = Source.of("watch", tables).manifest
         except ValueError:
-            return "delta"  # damaged: the session will refuse it
-    if any((folder / "emb_vector").is_file() for folder in (path, *path.iterdir())):
-        return "full"
+            return _Export(path, "delta", dense)  # damaged: the session will refuse it
+        kind = "delta" if manifest["kind"] == "delta" else "full"
+        return _Export(path, kind, dense | manifest["tables"].keys())
+    hps = {folder.name for folder in tables.iterdir() if (folder / _HPS_ROWS).is_file()}
+    if (tables / _HPS_ROWS).is_file():
+        hps = {""}  # the only table of its model
+    if hps or (tables == path and (path / _DENSE / MODEL).is_file()):
+        return _Export(path, "full", dense | hps)
     return None

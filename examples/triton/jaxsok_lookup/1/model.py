@@ -22,8 +22,15 @@ class TritonPythonModel:
         parameters = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
         self.inputs = [entry["name"] for entry in config["input"]]
         self.outputs = [entry["name"] for entry in config["output"]]
+        if "config" not in parameters:
+            raise ValueError("jaxsok_lookup: config.pbtxt: parameters: got no config, wanted the path of one of HPS.")
         self.session = serving.open(parameters["config"])
         self.model = parameters.get("model") or next(iter(self.session.models))
+        if self.model not in self.session.models:
+            raise ValueError(
+                f"jaxsok_lookup: config.pbtxt: parameters: model: got {self.model!r}, wanted one of "
+                f"{list(self.session.models)}, those of {parameters['config']}."
+            )
         model = self.session.models[self.model]
         tables = [name.removesuffix(ENDING) for name in self.outputs if name.endswith(ENDING)]
         predictions = [name for name in self.outputs if not name.endswith(ENDING)]
@@ -56,15 +63,18 @@ class TritonPythonModel:
         try:
             # The back end gives the names that the client wants; older ones give none for "all".
             wanted = [name for name in self.outputs if name in (request.requested_output_names() or self.outputs)]
-            given = {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self.inputs}
+            tensors = {name: pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs}
+            given = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
             found = {}
             tables = [name.removesuffix(ENDING) for name in wanted if name.endswith(ENDING)]
+            needed = list(self.session.models[self.model].inputs) if len(tables) < len(wanted) else []
+            if missing := [name for name in [*tables, *needed] if name not in given]:
+                raise ValueError(f"jaxsok_lookup: inputs: got {list(given)}, wanted {missing} too.")
             if tables:
                 rows = self.session.lookup({table: given[table] for table in tables}, self.model)
                 found |= {table + ENDING: rows[table] for table in tables}
-            if len(tables) < len(wanted):
-                inputs = {name: given[name] for name in self.session.models[self.model].inputs}
-                found |= self.session.predict(inputs, self.model)
+            if needed:
+                found |= self.session.predict({name: given[name] for name in needed}, self.model)
             return pb_utils.InferenceResponse(
                 [pb_utils.Tensor(name, np.ascontiguousarray(found[name])) for name in wanted]
             )
