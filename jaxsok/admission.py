@@ -19,6 +19,7 @@ from jaxtyping import Array
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
 from jaxsok.keys import from_words, to_words
+from jaxsok.settings import compile_ahead
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -108,7 +109,7 @@ def prepare_remake(
     while num_buckets * ENTRIES_PER_BUCKET < wanted:
         num_buckets *= 2
     rest = () if more is None else (more,)
-    program = _remake.lower(store.counters, (*store.sightings, *rest), num_buckets, spec, shards).compile()
+    program = compile_ahead(_remake, store.counters, (*store.sightings, *rest), num_buckets, spec, shards)
 
     def remake(store: StoreState) -> StoreState:
         (old,) = store.sightings

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from jaxsok import admission, processes, table
 from jaxsok.host_limits import HostLimit, available_bytes, share_of_device
 from jaxsok.host_slabs import with_host_slab
+from jaxsok.settings import compile_ahead
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, cache_bytes, first_slab, host_row_bytes, new_slab, num_buckets_of, row_bytes, with_slab
@@ -75,7 +76,7 @@ def prepare_growth(
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
             salts[s] = processes.draw_words(is_shared=shards.num_processes > 1) if is_resalted[s] else None
-            rebuild[s] = _rebuild.lower(store.counters, store.records, salts[s], num_buckets, shards).compile()
+            rebuild[s] = compile_ahead(_rebuild, store.counters, store.records, salts[s], num_buckets, shards)
         if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
             remake[s] = admission.prepare_remake(spec, store, room.get(s, 0), shards)
 

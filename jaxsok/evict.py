@@ -237,12 +237,13 @@ def evict(
     The named stores are donated. They are unchanged if `hand_over` raises, which gets the rows of all stores first, on
     the host. `num_rows` may stay in each store; a policy without a score ignores it. Rows with `is_used` stay.
     """
-    clock = jnp.asarray(clock, jnp.uint32)
     used = is_used or {}
     flags = []
-    for s, rule in leaving.items():
-        num_kept = jnp.asarray(num_rows.get(s, 0), jnp.uint32)
-        flags.append(_select(rule, stores[s], seed, clock, num_kept, used.get(s))[0])
+    with jax.transfer_guard("allow"):  # of these scalars
+        clock = jnp.asarray(clock, jnp.uint32)
+        for s, rule in leaving.items():
+            num_kept = jnp.asarray(num_rows.get(s, 0), jnp.uint32)
+            flags.append(_select(rule, stores[s], seed, clock, num_kept, used.get(s))[0])
     if hand_over is not None:
         is_shared = any(rule.shards.num_processes > 1 for rule in leaving.values())
         with processes.fail_together("evict", is_shared=is_shared):  # before any of them releases rows

@@ -33,7 +33,7 @@ from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker, keys_at_most, keys_of_total
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
-from jaxsok.specs import StoreSpec, TableRef, TableSpec
+from jaxsok.specs import FeatureSpec, StoreSpec, TableRef, TableSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
@@ -49,6 +49,7 @@ class Declared(Protocol):
     shards: Shards
     tables: tuple[TableSpec, ...]
     stores: tuple[StoreSpec, ...]
+    features: tuple[FeatureSpec, ...]
     fingerprint: str
     growth: GrowthTracker
 
@@ -448,6 +449,13 @@ def check_features(op: str, collection: Declared, features: Features) -> None:
     if features.fingerprint != collection.fingerprint:
         raise ValueError(
             f"{op}: features: got those of a collection with other specs; make them with this one's batch."
+        )
+    got = {layout.name: layout.combiner for store in features.stores for layout in store.layouts}
+    wanted = {spec.name: spec.combiner for spec in collection.features}
+    if got != wanted:
+        raise ValueError(
+            f"{op}: features: got those of a collection with other features (by combiner {got}), wanted {wanted}; make "
+            "them with this one's batch."
         )
 
 

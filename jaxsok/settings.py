@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,18 @@ _SETTINGS = (
     jax.allow_f16_reductions,
     jax.debug_key_reuse,
 )
+
+
+def compile_ahead(program: Any, *args: Any) -> Callable[..., Any]:
+    """Compiles a `jax.jit` for arguments; the result takes those that are not static, also under `jax.disable_jit`."""
+    with jax.disable_jit(False):
+        compiled = program.lower(*args).compile()
+
+    def call(*args: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(*args)
+
+    return call
 
 
 def modes_of_flax() -> list[Any]:

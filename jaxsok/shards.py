@@ -158,6 +158,11 @@ class MeshShards(Shards):
                 f"Collection: axis: got axes of several types, {types}, wanted one type for all of them; pass "
                 "axis_types to jax.make_mesh."
             )
+        if AxisType.Manual in types.values():
+            raise ValueError(
+                f"Collection: axis: got axes of the type Manual, {types}, wanted Auto or Explicit; pass axis_types to "
+                "jax.make_mesh."
+            )
         shards = cls(mesh, tuple(names))
         if 1 < shards.num_processes < jax.process_count():
             raise ValueError(
@@ -286,12 +291,13 @@ class MeshShards(Shards):
         block = next(iter(blocks.values()))
         size = block.shape[0]
         shape = (self.num_shards * size, *block.shape[1:])
-        if size == 0:
+
+        def block_at(place: Any) -> np.ndarray:
             # The shards of an empty array have no distinct places.
-            return jax.make_array_from_callback(shape, self.place(block.ndim), lambda _: block)
-        return jax.make_array_from_callback(
-            shape, self.place(block.ndim), lambda place: blocks[(not_none(place)[0].start or 0) // size]
-        )
+            return blocks[(not_none(place)[0].start or 0) // size] if size else block
+
+        with jax.transfer_guard_host_to_device("allow"):  # which is meant, as by `jax.device_put`
+            return jax.make_array_from_callback(shape, self.place(block.ndim), block_at)
 
 
 @functools.cache

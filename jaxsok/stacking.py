@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from jaxsok.settings import compile_ahead
 from jaxsok.shards import Shards
 from jaxsok.store import State
 
@@ -23,7 +24,7 @@ def restack(op: str, shards: Shards, tree: Any, *, is_stacking: bool) -> Any:
     leaves, inner = jax.tree.flatten(nodes)
     # All is compiled before anything is consumed. One array may occur several times.
     programs = {
-        id(leaf): _restack.lower(leaf, shards, is_part, is_stacking).compile()
+        id(leaf): compile_ahead(_restack, leaf, shards, is_part, is_stacking)
         for leaf, is_part in zip(leaves, is_split, strict=True)
     }
     new = {}

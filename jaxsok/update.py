@@ -111,7 +111,7 @@ def update_exchanged(
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
         store = tiers.give_back(store, view, writes=True)
-        more_stale = sum(jnp.where(is_live[p], 0, part.uses.sum()) for p, part in enumerate(arrived))
+        more_stale = sum(jnp.where(is_live[p], 0, part.uses.sum(dtype=jnp.int32)) for p, part in enumerate(arrived))
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
     carry = store, jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)

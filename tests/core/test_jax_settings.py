@@ -1,0 +1,93 @@
+"""The loop of the README under JAX's own settings: x64, `disable_jit`, `transfer_guard`, strict promotion; kinds of axes."""
+
+import contextlib
+
+import jax
+import numpy as np
+import optax
+import programs
+import pytest
+from jax.sharding import AxisType
+
+import jaxsok
+
+STEPS = 4
+
+
+def declare(mesh=None, exchange="rows", learning_rate=0.1, **options):
+    """Declares a table that grows, with bags of two keys."""
+    table = jaxsok.TableSpec("t", 4, jaxsok.optim.adam(learning_rate), capacity=64, **options)
+    place = {} if mesh is None else {"mesh": mesh, "axis": "data"}
+    return jaxsok.Collection([table], [jaxsok.FeatureSpec("f", "t", combiner="sum", exchange=exchange)], **place)
+
+
+def train(collection, setting=contextlib.nullcontext):
+    """Trains under a setting; returns the rows by key, and the last Stats."""
+    step = jax.jit(
+        lambda s, f: (lambda e, s, p: collection.update(s, p, e))(*collection.lookup(s, f)), donate_argnums=0
+    )
+    state = collection.init(seed=0)
+    with setting():
+        for number in range(STEPS):
+            batch = collection.batch({"f": np.arange(40).reshape(20, 2) + 30 * number})
+            state = collection.grow(state, batch)
+            state, stats = step(state, batch.features)
+    stats.check()
+    records = collection.export_table(state, "t")
+    return dict(zip(records["keys"].tolist(), records["rows"].tolist(), strict=True)), stats
+
+
+@pytest.mark.parametrize("exchange", ["rows", "bags"])
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_x64_changes_nothing(num_shards, exchange):
+    """The rows have the same bits, and all counts 32 bits, with strict promotion too, which the tests set."""
+    collection = declare(num_shards and programs.mesh(num_shards), exchange)
+    rows, _ = train(collection)
+    under, stats = train(declare(num_shards and programs.mesh(num_shards), exchange), lambda: jax.enable_x64(True))
+    assert under == rows and len(rows) == 130
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} <= {np.dtype(np.int32), np.dtype(np.uint32)}
+
+
+@pytest.mark.parametrize("admission", [None, jaxsok.policies.AdmitByCount(2)])
+def test_a_state_grows_without_jit(admission):
+    """Programs that are compiled before a state is consumed are compiled also then."""
+    rows, _ = train(declare(admission=admission))
+    under, _ = train(declare(admission=admission), jax.disable_jit)
+    assert under.keys() == rows.keys()
+    np.testing.assert_allclose([under[key] for key in rows], list(rows.values()), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_capacity": 64, "eviction": jaxsok.policies.LeastRecentlyUsed()}])
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_the_loop_makes_no_hidden_transfer(num_shards, options):
+    mesh = num_shards and programs.mesh(num_shards)
+    rows, _ = train(declare(mesh, **options))
+    assert train(declare(mesh, **options), lambda: jax.transfer_guard("disallow"))[0] == rows
+
+
+def test_schedules_of_optax_mix_dtypes():
+    """The tests set strict promotion, under which Optax's own arithmetic of schedules fails."""
+    rates = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        rates(np.int32(1))
+    rows, _ = train(declare(learning_rate=rates))
+    with jax.numpy_dtype_promotion("standard"):
+        assert train(declare(learning_rate=rates))[0] == rows
+
+
+def test_manual_axes_are_refused():
+    with pytest.raises(ValueError, match=r"axis: got axes of the type Manual, .*, wanted Auto or Explicit"):
+        declare(programs.mesh(2, axis_type=AxisType.Manual))
+
+
+def test_features_of_other_collections_of_the_same_tables_are_refused():
+    table = declare().tables
+    feature = jaxsok.FeatureSpec("f", "t", combiner="mean")
+    mean = jaxsok.Collection(table, [feature])
+    more = jaxsok.Collection(table, [feature, jaxsok.FeatureSpec("g", "t")])
+    state, features = mean.init(seed=0), mean.batch({"f": np.array([[1, 2]])}).features
+    for other in (declare(), more):
+        with pytest.raises(ValueError, match=r"find: features: got those of a collection with other features"):
+            other.find(state, features)
+    same = jaxsok.Collection(table, [jaxsok.FeatureSpec("f", "t", combiner="mean", max_keys=64)])
+    assert same.find(state, features)[0].keys() == {"f"}
