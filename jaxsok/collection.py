@@ -722,8 +722,8 @@ class Collection:
 
         A key that has a row gets the record's row; a key that has none gets a new row, whatever the table's admission
         says. Other keys stay as they are. The store grows as it must, up to its `max_capacity`. Plans made before
-        become stale. In several processes all pass the same records in the same chunks, and each enters those of its
-        shards.
+        become stale. In several processes all pass the same records in the same chunks (keys are compared), and each
+        enters those of its shards.
 
         Args:
           state: donated, except for what growing replaces.

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxsok import processes
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
@@ -243,6 +244,8 @@ class Pipeline:
         self._left: _Coming | None = None  # the last batch read, whose plan is left to the next such step
         self._handed_out: _Coming | None = None  # None: its plan needs rounds
         self._sizes = _Sizes((), [], [])  # of the batch read last
+        self._layouts_met: set[tuple] = set()  # those that other processes have, too
+        self._num_dispatched, self._has_ended = 0, False
         self._loop: object = None  # the newest one
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
         self._reader_id: int | None = None  # of its thread
@@ -342,7 +345,7 @@ class Pipeline:
         return None if get_state is None else get_state()
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        self._is_read, self._loop = False, (loop := object())
+        self._is_read, self._has_ended, self._loop = False, False, (loop := object())
         try:
             self._make_ready(1)
             while self._ready:
@@ -459,9 +462,13 @@ class Pipeline:
     def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
         """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
         if not (num_batches := self._take_call()):
+            if not self._has_ended and self._failed is None:
+                self._has_ended = True
+                self._meet(f"no batch after {self._num_dispatched}")
             return False
         batches, states, _ = zip(*self._taken[:num_batches], strict=True)
         batch = batches[0] if self._steps_per_call == 1 else _stack(self._collection.shards, batches)
+        self._num_dispatched += num_batches
         sizes = self._sizes_of(batch.features)
         leaves, structure = jax.tree.flatten(batch.features)
         structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -519,10 +526,19 @@ class Pipeline:
         layouts = tuple(part.layouts for part in features.stores)
         if layouts != self._sizes.layouts:
             pairs = list(zip(self._collection.stores, features.stores, strict=True))
+            if layouts not in self._layouts_met:
+                parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
+                self._meet(f"batch {self._num_dispatched} with (bags, keys) {parts} for a shard")
+                self._layouts_met.add(layouts)
             default = [default_send_capacity(*pair) for pair in pairs]
             self._collection.growth.record_features([features])
             self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])
         return self._sizes
+
+    def _meet(self, what: str) -> None:
+        """Sees to it that other processes are as far, and have batches of the same form."""
+        if self._collection.shards.num_processes > 1:
+            processes.meet("pipeline", what)
 
     def _plan_left(self) -> None:
         """Plans the batch whose plan was left to a step, if no step has made it."""

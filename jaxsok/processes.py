@@ -1,7 +1,9 @@
 """Agreement between processes, before any of them acts. One process agrees with itself at no cost."""
 
 import contextlib
+import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ MESSAGE_BYTES = 1024  # of an error that other processes see
 POLL_S = 5
 KEPT_VOTES = 64
 Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
 
 
 def require_same(op: str, lines: Sequence[str]) -> None:
@@ -88,7 +91,9 @@ def gather(topic: str, message: str) -> list[str]:
 _gatherings = itertools.count()
 
 
-def _read(client: Any, key: str) -> str:
+def _read(client: Any, key: str, tell: Callable[[], None] = lambda: None) -> str:
+    """Waits for a value; calls `tell` once if that takes long."""
+    num_late = 0
     while True:
         try:
             return client.blocking_key_value_get(key, POLL_S * 1000)
@@ -96,6 +101,38 @@ def _read(client: Any, key: str) -> str:
             # A dead process ends this one; this waits for a process that is late.
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+            num_late += 1
+            if num_late == 2:
+                tell()
+
+
+def meet(op: str, what: str) -> None:
+    """Raises ValueError in every process if they come here with something else; the log says whom one waits for.
+
+    A process that does not come, because its data go on otherwise, waits for this one in a collective: for ever.
+    """
+    if jax.process_count() == 1:
+        return
+    client, number, own = _client(), next(_meetings), jax.process_index()
+    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{what}")
+    client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
+    for process in range(jax.process_count()):
+        tell = functools.partial(
+            _log.warning,
+            "%s: this process has %s, and waits for process %d to have the same. If that goes on with other data, both "
+            "wait for ever: give all processes as many batches, of as many samples (pad_to).",
+            op,
+            what,
+            process,
+        )
+        if (other := _read(client, f"jaxsok/meet/{number}/{process}", tell)[1:]) != what:
+            raise ValueError(
+                f"{op}: batches: got {what} in process {own} and {other} in process {process}, wanted the same in all "
+                f"{jax.process_count()}; give them as many batches, of as many samples (pad_to)."
+            )
+
+
+_meetings = itertools.count()
 
 
 def agree(op: str, error: Exception | None) -> None:

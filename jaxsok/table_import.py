@@ -7,7 +7,9 @@ one before it is on its way.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxsok import enlarge, keys as keys_lib, plan as plan_lib, table as table_lib
+from jaxsok import enlarge, keys as keys_lib, plan as plan_lib, processes, table as table_lib
 from jaxsok.exchange import rounded_capacity
 from jaxsok.records import Records
 from jaxsok.shards import Shards
@@ -48,8 +50,8 @@ def import_table(
     writer = RecordWriter("import_table", specs, table, held, clock=now, is_reset=reset_state)
     importing = _Import(writer, num_rows)
     try:
-        for records in chunks:
-            importing.enter(records)
+        for arrays in _read_chunks(table, chunks):
+            importing.enter(arrays)
         writer.settle()
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
         rest = ""
@@ -69,6 +71,31 @@ def import_table(
             error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
         raise
     return held.state
+
+
+def _read_chunks(table: TableRef, chunks: Iterable[Records]) -> Iterator[dict[str, np.ndarray]]:
+    """Yields chunks that are checked. Several processes must have the same: what one raises, all raise."""
+    left = iter(chunks)
+    while True:
+        arrays, error, own = None, None, "no further chunk"
+        try:
+            for records in itertools.islice(left, 1):
+                arrays = check_chunk(table.spec, table.number, records)
+                own = f"{len(arrays['keys'])} keys of checksum {zlib.crc32(arrays['keys']):08x}"
+        except Exception as raised:
+            error, own = raised, f"{type(raised).__name__}: {raised}"
+        others = processes.gather("import_table", own) if table.shards.num_processes > 1 else [own]
+        if error is not None:
+            raise error
+        for process, other in enumerate(others):
+            if other != own:
+                raise ValueError(
+                    f'import_table: table "{table.declared.name}": chunks: got {own} here and {other} in process '
+                    f"{process}, wanted the same records in all processes: each keeps those of its shards."
+                )
+        if arrays is None:
+            return
+        yield arrays
 
 
 def check_chunk(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
@@ -196,9 +223,8 @@ class _Import:
     def capacity(self) -> int:
         return self.store.capacity // self.spec.num_shards
 
-    def enter(self, records: Any) -> None:
-        """Enters a chunk, all of it or, if an error is raised, nothing."""
-        arrays = check_chunk(self.spec, self.table.number, records)
+    def enter(self, arrays: dict[str, np.ndarray]) -> None:
+        """Enters a checked chunk, all of it or, if an error is raised, nothing."""
         if len(arrays["keys"]):
             dealt = self._deal(arrays)
             self.writer.settle()

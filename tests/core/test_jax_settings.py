@@ -1,4 +1,4 @@
-"""The loop of the README under JAX's own settings: x64, `disable_jit`, `transfer_guard`, strict promotion; kinds of axes."""
+"""The loop of the README under settings of JAX: x64, `disable_jit`, `transfer_guard`, strict promotion, axis types."""
 
 import contextlib
 

@@ -259,6 +259,9 @@ def do_job(job, number, num_processes, folder):
     if job == "other meshes":
         other_meshes(number, folder)
         return
+    if job.startswith("uneven"):
+        uneven(mesh, job, number)
+        return
     if job == "host memory":
         host_memory(mesh, number, num_processes, folder)
         return
@@ -290,6 +293,25 @@ def do_job(job, number, num_processes, folder):
         **local_tables(collection, state),
         salts_after_rebuild=salts_of(enlarge.resalt_index(collection.stores, state, 0, collection.shards)),
     )
+
+
+def uneven(mesh, job, number):
+    """Trains on batches of which the second process has fewer, or whose last one is smaller there."""
+    from jaxsok import processes
+
+    processes.POLL_S = 1
+    collection = jaxsok.Collection(TABLES[:1], FEATURES[:1], mesh=mesh, axis="data")
+
+    def train_on(state, plan):
+        embeddings, state, plan = collection.lookup(state, plan)
+        return collection.update(state, plan, embeddings)[0]
+
+    step = jax.jit(train_on, donate_argnums=0)
+    state, sizes = collection.init(seed=0), [8, 8, 8, 8]
+    if number == 1:
+        sizes = sizes[:3] if job == "uneven batches" else [*sizes[:3], 4]
+    for _, plan in collection.pipeline({"user": np.arange(size)} for size in sizes):
+        state = step(state, plan)
 
 
 def evicting(mesh):
@@ -470,6 +492,20 @@ def refusals(mesh, number, folder):
     note("feature", jaxsok.Collection(tables["same"], other, mesh=mesh, axis="data").init)
     note("ragged", lambda: same.batch({"user": jaxsok.Bags(np.arange(2), lengths=np.array([1, 1]))}))
     note("same", same.init)
+
+    def importing(*chunks):
+        def read():
+            for keys in chunks:
+                if keys is None:
+                    raise ValueError("cannot be read")
+                yield jaxsok.Records(np.array(keys, np.uint64), np.ones((len(keys), DIM), np.float32))
+
+        return lambda: same.import_table(same.init(seed=0), "user", read())
+
+    note("keys", importing([1, 2], [3, 4 + number]))
+    note("chunks", importing(*([1], [2])[number:]))
+    note("unread", importing([1], [2] if number else None))
+    note("whole", importing([1], [2, 3]))
     np.savez(pathlib.Path(folder) / f"{number}.npz", **messages)
 
 

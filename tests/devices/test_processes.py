@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import process_worker
 import programs
 import pytest
 from jax.experimental import multihost_utils
-from waiting import free_port, wait_for_end
+from waiting import free_port, wait_for_end, wait_until
 
 import jaxsok
 from jaxsok import processes as processes_lib
@@ -224,7 +225,13 @@ def test_refusals_in_all_processes(raised):
     """Different specs are named in every process at the start; then all processes continue with equal specs."""
     for result in raised["refusals"]:
         messages = {name: str(message) for name, message in result.items()}
-        assert messages.pop("same") == "nothing raised"
+        assert messages.pop("same") == messages.pop("whole") == "nothing raised"
+        for name, wanted in {
+            "keys": r"got 2 keys of checksum .* here and 2 keys of checksum .*, wanted the same records",
+            "chunks": "got (1 keys .* here and 1 keys|no further chunk here and|1 keys .* here and no further chunk)",
+            "unread": "cannot be read|here and ValueError: cannot be read in process 0",
+        }.items():
+            assert re.search(wanted, messages.pop(name)), name
         ragged = messages.pop("ragged")
         assert 'batch: feature "user": max_keys: got None in 2 processes, wanted a number' in ragged
         for name, (first, second) in {
@@ -308,6 +315,23 @@ def test_host_memory_of_processes_on_one_host(together):
                 wanted = f"MemoryError: {prefix}host memory: out of memory"
                 assert messages[f"{op}: pinning {process}"] == wanted
         assert messages["capacity"] == "2.0" and messages["same bits"] == "True"
+
+
+@pytest.mark.parametrize("job", ["uneven batches", "uneven samples"])
+def test_other_numbers_of_batches_or_samples_are_not_silent(job, tmp_path):
+    """Each process says what it waits for, or that the others have something else; none ends as if all were well."""
+    processes = start(job, tmp_path, 2, 2)
+    texts = lambda: [(tmp_path / f"{number}.err").read_text() for number in range(2)]  # noqa: E731
+    try:
+        wait_until(lambda: any(re.search("give (all processes|them) as many batches", text) for text in texts()))
+        time.sleep(3)  # time to end as if all were well
+        assert all(process.poll() != 0 for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    wanted = "no batch after 3" if job == "uneven batches" else r"batch 4 with \(bags, keys\) {'user': \(2, 2\)}"
+    assert re.search(wanted, texts()[1]), texts()
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):
