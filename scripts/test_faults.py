@@ -24,10 +24,15 @@ TIMEOUT_S = 600  # for the tests of one fault; most take a few seconds
 TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 CAUGHT = 1  # pytest's exit status when tests were run and some failed
 
+SITE = SCRATCH / "site"  # of processes that run tests, and of those that tests start
+
 # An editable install would import jaxsok from its installed location, not from the copy.
+SITECUSTOMIZE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+"""
 PYTEST = """
 import importlib.util, sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
 found = importlib.util.find_spec("jaxsok").origin
 assert found == sys.argv[1], f"got jaxsok of {found}, wanted {sys.argv[1]}"
 import pytest
@@ -101,7 +106,9 @@ def run_checked(command: list, what: str) -> None:
 
 def run_tests(tests: list[str]) -> tuple[int, str]:
     """Runs tests of the copy; returns the exit status of pytest and its output."""
-    paths = [TREE, *filter(lambda path: path and pathlib.Path(path).resolve() != ROOT, python_path())]
+    SITE.mkdir(exist_ok=True)
+    (SITE / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    paths = [TREE, SITE, *filter(lambda path: path and pathlib.Path(path).resolve() != ROOT, python_path())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", PYTEST, TREE / "jaxsok/__init__.py", "-q", "-x", "-p", "no:cacheprovider"]
     # Hypothesis tries the same examples each time.

@@ -33,7 +33,7 @@ def start(jobs, folder, num_processes, num_devices):
         **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1]),
+        "PYTHONPATH": f"{pathlib.Path(jaxsok.__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "PORT": str(free_port()),
         "NUM_PROCESSES": str(num_processes),
         "NUM_DEVICES": str(num_devices),
