@@ -76,6 +76,7 @@ def from_kjt(
       ([7], [9, 8], [1, 1])
     """
     names = [feature if isinstance(feature, str) else feature.name for feature in features]
+    keys_lib.require_unmasked("from_kjt", values=values, lengths=lengths, weights=weights)
     values, lengths = np.asarray(values), np.asarray(lengths)
     weights = None if weights is None else np.asarray(weights)
     if not np.issubdtype(lengths.dtype, np.integer):
@@ -172,10 +173,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
     if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
         return value  # most are, and every batch comes through here
     bags = bags_of(value)
-    for name, array in vars(bags).items():
-        if isinstance(array, np.ma.MaskedArray):
-            fill = ": masked_array.filled(-1) makes masked keys padding" if name == "keys" else "; fill it"
-            raise TypeError(f"{what}: {name}: got a masked array, wanted a plain one{fill}.")
+    keys_lib.require_unmasked(what, **vars(bags))
     if all(array is None or isinstance(array, np.ndarray) for array in vars(bags).values()):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
@@ -187,6 +185,8 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
                 f"{what}: got a {type(bags.keys).__name__} with {given}, wanted it alone: it says which keys are in "
                 "which bag, and their weights."
             )
+        if isinstance(bags.keys, Coo):
+            keys_lib.require_unmasked(what, **vars(bags.keys))
         inverse = _arrow_to_numpy(bags.inverse, what, "inverse")
         return dataclasses.replace(_coo_to_bags(spec, bags.keys, what), inverse=inverse)
     if not any(map(_is_arrow, vars(bags).values())):

@@ -883,11 +883,12 @@ class Collection:
         return grow_lib.grow(self.growth, state, coming, steps, now, hand_over, untaken=untaken)
 
     def drain(self, state: State) -> State:
-        """Has the next steps look nothing up ahead, until no lookup is in flight; costs nothing.
+        """Has the next steps look nothing up ahead, until no lookup is in flight; no program runs.
 
         Call it before the step after which the state is saved, evaluated or changed by hand; with `staleness=d`, before
         the last d steps. Afterwards lookups ahead begin again by themselves. The steps that begin and end them are
-        programs of their own.
+        programs of their own. Without lookups ahead leave it out: the next step would be compiled once more, and
+        `lax.scan`, unlike `jaxsok.scan`, refuses such a state.
 
         Example:
           `state = collection.drain(state)`, then the step, then `collection.find(state, batch.features)`

@@ -68,8 +68,17 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     )
 
 
+def require_unmasked(what: str, **arrays: Any) -> None:
+    """Refuses NumPy's masked arrays, whose hidden elements would be taken for the others."""
+    for name, array in arrays.items():
+        if isinstance(array, np.ma.MaskedArray):
+            fill = ": masked_array.filled(-1) makes masked keys padding" if name == "keys" else "; fill it"
+            raise TypeError(f"{what}: {name}: got a masked array, wanted a plain one{fill}.")
+
+
 def as_array(keys: Any, what: str) -> np.ndarray:
     """Converts anything to NumPy; an empty list, which has no type, becomes integers."""
+    require_unmasked(what, keys=keys)
     try:
         array = np.asarray(keys)
     except ValueError as error:

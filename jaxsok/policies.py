@@ -83,7 +83,7 @@ class AdmitByCount(_BySightings):
 
     With `delayed` it is the batch of the occurrence after that one. Occurrences are counted exactly, in 32 to 128 bytes
     for each waiting key; `grow` makes room for more. The count of a key starts at 0 again when its row is erased or
-    evicted. So does that of a key with enough sightings that found the store full, when rows of its store go; and that
+    evicted. So does that of a key with enough sightings that found the store full, when rows of its shard go; and that
     of a waiting key that got a row by `assign` or an import, when that row goes.
     """
 

@@ -228,6 +228,33 @@ def test_keys(collection, kind, value, parts):
         collection.batch({"user": value})
 
 
+def test_masked_arrays(collection):
+    """Their hidden elements are never used: everything that takes arrays refuses them."""
+    masked, keys = np.ma.array([1, 2], mask=[0, 1]), np.array([1, 2])
+    ones, state = np.array([1, 1]), collection.init(seed=0)
+    dim = collection.tables[0].dim
+    rows = np.ones((2, dim), np.float32)
+    hidden = np.ma.array(rows, mask=rows > 0)
+    coo = lambda **given: {"user": jaxsok.Coo(**{"indices": keys - 1, "keys": keys, "shape": (2,)} | given)}  # noqa: E731
+    records = lambda **given: [jaxsok.Records(**{"keys": keys.astype(np.uint64), "rows": rows} | given)]  # noqa: E731
+    for name, call in {
+        "values": lambda: jaxsok.from_kjt(masked, ones, ["user"]),
+        "lengths": lambda: jaxsok.from_kjt(keys, masked, ["user"]),
+        "weights": lambda: jaxsok.from_kjt(keys, ones, ["user"], weights=masked),
+        "keys": lambda: collection.batch(coo(keys=masked)),
+        "indices": lambda: collection.batch(coo(indices=masked)),
+        "keys ": lambda: collection.assign(state, "user", masked, rows),
+        "rows": lambda: collection.assign(state, "user", keys, hidden),
+        "keys  ": lambda: collection.erase(state, "user", masked),
+        "keys   ": lambda: collection.contains(state, "user", masked),
+        "keys    ": lambda: collection.import_table(state, "user", records(keys=masked)),
+        "rows ": lambda: collection.import_table(state, "user", records(rows=hidden)),
+        "last_step": lambda: collection.import_table(state, "user", records(last_step=masked)),
+    }.items():
+        with raises(TypeError, f"{name.strip()}: got a masked array, wanted a plain one"):
+            call()
+
+
 @pytest.mark.parametrize("lists", [[[1, 2], [3]], [[], [3]], [np.array([1, 2]), np.array([3])]])
 def test_ragged_lists(collection, lists):
     """The message suggests Bags, since NumPy's own message does not help."""
