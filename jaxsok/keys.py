@@ -72,7 +72,10 @@ def require_unmasked(what: str, **arrays: Any) -> None:
     """Refuses NumPy's masked arrays, whose hidden elements would be taken for the others."""
     for name, array in arrays.items():
         if isinstance(array, np.ma.MaskedArray):
-            fill = ": masked_array.filled(-1) makes masked keys padding" if name == "keys" else "; fill it"
+            is_signed = name == "keys" and array.dtype.kind == "i"
+            fill = (
+                ": masked_array.filled(-1) makes masked keys padding" if is_signed else "; fill it, or leave them out"
+            )
             raise TypeError(f"{what}: {name}: got a masked array, wanted a plain one{fill}.")
 
 

@@ -462,26 +462,27 @@ class Pipeline:
     def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
         """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
         if not (num_batches := self._take_call()):
-            if not self._has_ended and self._failed is None:
-                self._has_ended = True
-                self._meet(f"no batch after {self._num_dispatched}")
+            if not self._has_ended:
+                self._meet_at_end()
             return False
         batches, states, _ = zip(*self._taken[:num_batches], strict=True)
         batch = batches[0] if self._steps_per_call == 1 else _stack(self._collection.shards, batches)
-        self._num_dispatched += num_batches
-        sizes = self._sizes_of(batch.features)
+        number = self._num_dispatched + num_batches
+        sizes = self._sizes_of(batch.features, f"batch {number}, in a call of {num_batches}")
         leaves, structure = jax.tree.flatten(batch.features)
         structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
         if not is_planned:
             coming = _Coming(batch, structure, sizes, (), states[-1], Plan(batch.features))
-            self._under_way, self._taken = (*self._under_way, coming), self._taken[num_batches:]
+            rest = self._taken[num_batches:]
+            self._under_way, self._taken, self._num_dispatched = (*self._under_way, coming), rest, number
             return True
         capacities = [  # those that served last
             default if size is None else size
             for default, size in zip(sizes.default_capacities, self._next, strict=True)
         ]
         coming = _Coming(batch, structure, sizes, tuple(capacities), states[-1])
-        self._left, self._taken = coming, self._taken[num_batches:]
+        rest = self._taken[num_batches:]
+        self._left, self._taken, self._num_dispatched = coming, rest, number
         if not is_left:
             self._plan_left()
         return True
@@ -522,13 +523,13 @@ class Pipeline:
         self._taken, self._packed = (*self._taken, (batch, state, form)), self._packed[1:]
         return True
 
-    def _sizes_of(self, features: Features) -> _Sizes:
+    def _sizes_of(self, features: Features, what: str) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
         if layouts != self._sizes.layouts:
             pairs = list(zip(self._collection.stores, features.stores, strict=True))
             if layouts not in self._layouts_met:
                 parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
-                self._meet(f"batch {self._num_dispatched} with (bags, keys) {parts} for a shard")
+                self._meet(f"{what}, with (bags, keys) {parts} for a shard")
                 self._layouts_met.add(layouts)
             default = [default_send_capacity(*pair) for pair in pairs]
             self._collection.growth.record_features([features])
@@ -539,6 +540,15 @@ class Pipeline:
         """Sees to it that other processes are as far, and have batches of the same form."""
         if self._collection.shards.num_processes > 1:
             processes.meet("pipeline", what)
+
+    def _meet_at_end(self) -> None:
+        """Does so where there is no further batch; what is raised is raised in its turn, in all processes."""
+        error, end = self._failed, f"no batch after {self._num_dispatched}"
+        try:
+            self._meet(end if error is None else f"{end}, but {type(error).__name__}: {error}")
+        except ValueError as differs:
+            self._failed = error or differs
+        self._has_ended = True
 
     def _plan_left(self) -> None:
         """Plans the batch whose plan was left to a step, if no step has made it."""

@@ -83,9 +83,10 @@ def gather(topic: str, message: str) -> list[str]:
         return [message]
     client, number = _client(), next(_gatherings)
     # The value must not be empty.
-    client.key_value_set(f"jaxsok/{topic}/{number}/{jax.process_index()}", f":{message}")
-    keys = [f"jaxsok/{topic}/{number}/{process}" for process in range(jax.process_count())]
-    return [_read(client, key)[1:] for key in keys]
+    client.key_value_set(f"jaxsok/gather/{number}/{jax.process_index()}", f"{topic}:{message}")
+    client.key_value_delete(f"jaxsok/gather/{number - KEPT_VOTES}/{jax.process_index()}")  # all would be kept
+    keys = [f"jaxsok/gather/{number}/{process}" for process in range(jax.process_count())]
+    return [_read(client, key).partition(":")[2] for key in keys]
 
 
 _gatherings = itertools.count()
@@ -113,8 +114,10 @@ def meet(op: str, what: str) -> None:
     """
     if jax.process_count() == 1:
         return
-    client, number, own = _client(), next(_meetings), jax.process_index()
-    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{what}")
+    global _num_met
+    client, number, own, others = _client(), _num_met, jax.process_index(), []
+    # After a Ctrl-C this is done again, under the same number.
+    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{what}", allow_overwrite=True)
     client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
     for process in range(jax.process_count()):
         tell = functools.partial(
@@ -125,14 +128,17 @@ def meet(op: str, what: str) -> None:
             what,
             process,
         )
-        if (other := _read(client, f"jaxsok/meet/{number}/{process}", tell)[1:]) != what:
+        others.append(_read(client, f"jaxsok/meet/{number}/{process}", tell)[1:])
+    _num_met = number + 1
+    for process, other in enumerate(others):
+        if other != what:
             raise ValueError(
                 f"{op}: batches: got {what} in process {own} and {other} in process {process}, wanted the same in all "
                 f"{jax.process_count()}; give them as many batches, of as many samples (pad_to)."
             )
 
 
-_meetings = itertools.count()
+_num_met = 0
 
 
 def agree(op: str, error: Exception | None) -> None:

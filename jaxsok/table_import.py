@@ -81,7 +81,9 @@ def _read_chunks(table: TableRef, chunks: Iterable[Records]) -> Iterator[dict[st
         try:
             for records in itertools.islice(left, 1):
                 arrays = check_chunk(table.spec, table.number, records)
-                own = f"{len(arrays['keys'])} keys of checksum {zlib.crc32(arrays['keys']):08x}"
+                own = f"{len(arrays['keys'])} keys"
+                if table.shards.num_processes > 1:
+                    own += f" of checksum {zlib.crc32(arrays['keys']):08x}"
         except Exception as raised:
             error, own = raised, f"{type(raised).__name__}: {raised}"
         others = processes.gather("import_table", own) if table.shards.num_processes > 1 else [own]

@@ -314,16 +314,22 @@ class _Fetcher:
             process.communicate()
 
 
-def _find_start(entries: Sequence[_Entry], names: Iterable[str] = ()) -> int:
-    """Finds the last full export that has all tables of the versions before it, which are not needed then; or 0.
+def _find_start(entries: Sequence[_Entry], names: Collection[str] = ()) -> int:
+    """Finds the first version that is needed: it changes tables that no later full export has.
 
-    Versions of an older publisher, which did not write their tables, have `names`, and replace all.
+    With `names` those of a model count alone. Versions of an older publisher, which did not write their tables, change
+    all, and its full exports have all.
     """
-    start, before = 0, set[str]()
-    for number, entry in enumerate(entries):
-        if not entry.base and (entry.tables is None or before <= set(entry.tables)):
+    start, replaced = 0, set[str]()
+    for number, entry in reversed(list(enumerate(entries))):
+        own = set(entry.find_changed(names) if names else entry.tables or ())
+        is_unknown = not names and entry.tables is None
+        if is_unknown or not own <= replaced:
             start = number
-        before |= set(names if entry.tables is None else entry.tables)
+        if not entry.base:
+            if is_unknown:
+                break
+            replaced |= own
     return start
 
 

@@ -309,9 +309,21 @@ def uneven(mesh, job, number):
     step = jax.jit(train_on, donate_argnums=0)
     state, sizes = collection.init(seed=0), [8, 8, 8, 8]
     if number == 1:
-        sizes = sizes[:3] if job == "uneven batches" else [*sizes[:3], 4]
-    for _, plan in collection.pipeline({"user": np.arange(size)} for size in sizes):
-        state = step(state, plan)
+        sizes = {"uneven batches": sizes[:3], "uneven samples": [*sizes[:3], 4]}.get(job, sizes)
+
+    def read():
+        for size in sizes:
+            yield {"user": np.arange(size)}
+        if job == "uneven failures" and number == 1:
+            raise OSError("cannot be read")
+
+    num_steps = 0
+    try:
+        for _, plan in collection.pipeline(read()):
+            state = step(state, plan)
+            num_steps += 1
+    finally:
+        print("steps:", num_steps, file=sys.stderr, flush=True)
 
 
 def evicting(mesh):

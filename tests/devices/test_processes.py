@@ -330,8 +330,20 @@ def test_other_numbers_of_batches_or_samples_are_not_silent(job, tmp_path):
         for process in processes:
             process.kill()
             process.wait()
-    wanted = "no batch after 3" if job == "uneven batches" else r"batch 4 with \(bags, keys\) {'user': \(2, 2\)}"
+    wanted = (
+        "no batch after 3"
+        if job == "uneven batches"
+        else r"batch 4, in a call of 1, with \(bags, keys\) {'user': \(2, 2\)}"
+    )
     assert re.search(wanted, texts()[1]), texts()
+
+
+def test_all_raise_what_one_reader_raises_after_the_batches_before_it(tmp_path):
+    codes = wait_for_end(start("uneven failures", tmp_path, 2, 2), tmp_path, timeout_s=120)
+    texts = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
+    assert all(codes) and all("steps: 4" in text for text in texts), texts
+    assert "ValueError: pipeline: batches: got no batch after 4 in process 0" in texts[0], texts
+    assert "OSError: cannot be read" in texts[1], texts
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):

@@ -196,6 +196,31 @@ def test_each_table_goes_on_from_what_it_holds(url, server, tmp_path, knows_tabl
         assert session.stats()["is_following"]
 
 
+def test_what_later_full_exports_have_is_not_needed():
+    """The tables are those of all versions from the first one that is needed on, and of none after it."""
+
+    def contents(entries, names):
+        found = {name: [] for name in names}
+        for entry in entries:
+            for name in found.keys() & set(entry.tables):
+                found[name] = [*(found[name] if entry.base else ()), entry.uuid]
+        return found
+
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        entries = [
+            streams._Entry(f"{n}-0", str(n), str(n - 1) if rng.random() < 0.5 else None, "", None, [], tables)
+            for n in range(rng.integers(1, 7))
+            for tables in [["user"], ["item"], ["user", "item"]][rng.integers(3) :][:1]
+        ]
+        start = streams._find_start(entries)
+        assert contents(entries[start:], DIMS) == contents(entries, DIMS) != contents(entries[start + 1 :], DIMS)
+        of_user = streams._find_start([entry for entry in entries if "user" in entry.tables], ["user"])
+        users = [entry for entry in entries if "user" in entry.tables]
+        assert contents(users[of_user:], ["user"]) == contents(users, ["user"])
+        assert of_user == max((n for n, entry in enumerate(users) if not entry.base), default=0)
+
+
 def test_full_exports_of_some_tables_hide_no_others(url, tmp_path):
     """A server that starts late applies the last full export of each table, as one that followed all along."""
     training, parts = Training(tmp_path, url), {name: Trained({name: dim}) for name, dim in DIMS.items()}

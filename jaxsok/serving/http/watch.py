@@ -181,7 +181,7 @@ def _read_export(path: pathlib.Path) -> _Export | None:
         try:
             manifest = Source.of("watch", tables).manifest
         except ValueError:
-            return _Export(path, "delta", dense)  # damaged: the session will refuse it
+            return _Export(path, "delta", dense | {""})  # damaged: the session will refuse it
         kind = "delta" if manifest["kind"] == "delta" else "full"
         return _Export(path, kind, dense | manifest["tables"].keys())
     hps = {folder.name for folder in tables.iterdir() if (folder / _HPS_ROWS).is_file()}
