@@ -471,9 +471,9 @@ class Pipeline:
         sizes = self._sizes_of(batch.features, f"batch {number}, in a call of {num_batches}")
         leaves, structure = jax.tree.flatten(batch.features)
         structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        rest = self._taken[num_batches:]
         if not is_planned:
             coming = _Coming(batch, structure, sizes, (), states[-1], Plan(batch.features))
-            rest = self._taken[num_batches:]
             self._under_way, self._taken, self._num_dispatched = (*self._under_way, coming), rest, number
             return True
         capacities = [  # those that served last
@@ -481,7 +481,6 @@ class Pipeline:
             for default, size in zip(sizes.default_capacities, self._next, strict=True)
         ]
         coming = _Coming(batch, structure, sizes, tuple(capacities), states[-1])
-        rest = self._taken[num_batches:]
         self._left, self._taken, self._num_dispatched = coming, rest, number
         if not is_left:
             self._plan_left()
