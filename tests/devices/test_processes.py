@@ -335,7 +335,7 @@ def test_other_numbers_of_batches_or_samples_are_not_silent(job, tmp_path):
         if job == "uneven batches"
         else r"batch 4, in a call of 1, with \(bags, keys\) {'user': \(2, 2\)}"
     )
-    assert re.search(wanted, texts()[1]), texts()
+    assert any(re.search(wanted, text) for text in texts()), texts()  # one may have ended in a collective
 
 
 def test_all_raise_what_one_reader_raises_after_the_batches_before_it(tmp_path):
