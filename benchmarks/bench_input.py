@@ -12,7 +12,7 @@ Last result: 2026-11-28, H200, 16 cores (docs/results/raw_batches.md): fed steps
 "Packed" is the time of `collection.batch`, which on a GPU does not wait for its copy; with int32 keys it includes the
 dispatch of the program that widens them. "Fed" takes raw batches through `collection.pipeline`, one after the other:
 by the thread that it has by default, and with `prefetch=0`. With eight steps a call (`steps_per_call=8`) the program is
-a `lax.scan`, which keeps the embeddings; batches that were packed before are then stacked before, too.
+a `lax.scan`, which returns no embeddings; batches that were packed before are then stacked before, too.
 """
 
 import concurrent.futures

@@ -181,8 +181,9 @@ class Publisher:
         With `by_path` only its path goes through Redis, for servers that find the folder there: for full exports.
 
         Servers see all of it or nothing. The last version of the stream is not added again: an answer of Redis that was
-        lost may have been a success. Versions before a full export go, and where there is no room, the oldest ones
-        that all servers have read. If these are too few, it waits for servers, `timeout_s` at most.
+        lost may have been a success. The first versions go if later full exports have all of their tables, and where
+        there is no room, the oldest ones that all servers have read. If these are too few, it waits for servers,
+        `timeout_s` at most.
 
         Raises:
           ServingError: a delta that does not rest on the last version of the stream, or a version that is before it.

@@ -60,7 +60,7 @@ def test_a_state_grows_without_jit(admission):
 @pytest.mark.parametrize("options", [{}, {"max_capacity": 64, "eviction": jaxsok.policies.LeastRecentlyUsed()}])
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_the_loop_makes_no_hidden_transfer_to_devices(num_shards, options):
-    """What `grow` and `check` read comes from the devices, which another guard forbids."""
+    """Only transfers to devices are forbidden: `grow` and `check` read counts from them."""
     mesh = num_shards and programs.mesh(num_shards)
     rows, _ = train(declare(mesh, **options))
     assert train(declare(mesh, **options), lambda: jax.transfer_guard_host_to_device("disallow"))[0] == rows
