@@ -240,11 +240,7 @@ ffi::Error ReadAhead(Call& call) {
   TierReader reader(call, true);
   reader.ReadTierCounters();
   reader.ReadHostAddresses();
-  const Moving coming(call, "coming");
-  return call.Launch([&](Stream stream) {
-    return LaunchReadAhead(stream, reader.tier(), coming.moves.as<Move>(), coming.counts.as<uint32_t>(),
-                           coming.moves.size(0));
-  });
+  return call.Launch([&](Stream stream) { return LaunchReadAhead(stream, reader.tier()); });
 }
 
 /// Waits for rows on their way to host memory. Places pass through it, so that calls that read there come after it.

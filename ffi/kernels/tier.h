@@ -364,12 +364,12 @@ LaunchError LaunchWrite(Stream stream, const TierView& tier, const Move* leaving
 LaunchError LaunchRead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
                        int64_t most_moves);
 
-/// Reads rows to the area, while the stream continues, and gives it the ticket of the counters.
+/// Reads the rows that LaunchBringAhead has listed in the area, while the stream continues, and gives it the ticket of
+/// the counters.
 ///
-/// Pre    : the tier has host slabs, counters and area; LaunchWriteAhead of the same list, which waited for rows that
+/// Pre    : the tier has host slabs, counters and area; LaunchWriteAhead of the same call, which waited for rows that
 ///          were written before, as these may be.
-LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
-                            int64_t most_moves);
+LaunchError LaunchReadAhead(Stream stream, const TierView& tier);
 
 /// Writes as LaunchWrite, while the stream continues: from a copy of the rows. Waits for the rows written ahead before.
 LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* leaving, const uint32_t* counts,

@@ -274,7 +274,7 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   return LaunchWrite(stream, tier, leaving, counts, most_moves, begin);
 }
 
-LaunchError LaunchReadAhead(Stream, const TierView&, const Move*, const uint32_t*, int64_t) { return nullptr; }
+LaunchError LaunchReadAhead(Stream, const TierView&) { return nullptr; }
 
 LaunchError LaunchWait(Stream, const TierView&) { return nullptr; }
 

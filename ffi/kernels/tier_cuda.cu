@@ -58,6 +58,8 @@ struct Bringing {
   __device__ bool HasAhead() const {
     return tier.area != nullptr && tier.counters[kTierTicket] != 0 && tier.counters[kTierTicket] == tier.area->ticket;
   }
+  /// Returns whether the call lists in the area what is to be read.
+  __device__ bool ListsAhead() const { return is_ahead && tier.area != nullptr && tier.area->coming != nullptr; }
   /// Returns how many foreseen rows fit the list.
   __device__ uint32_t NumListed(uint32_t num) const { return min(num, static_cast<uint32_t>(most_ahead)); }
   __device__ uint32_t PartOf(const Move& move) const {
@@ -319,10 +321,12 @@ __device__ __forceinline__ void ChooseSlots(const Bringing& b, Shared& shared, u
   }
 }
 
-/// Unmarks the slots that were foreseen for another call, if they still are marked.
+/// Unmarks the slots that were foreseen for another call, if they still are marked. The last blocks, which have the
+/// fewest keys, begin.
 __device__ __forceinline__ void UnmarkSlots(const Bringing& b) {
   const uint32_t num_listed = b.NumListed(b.tier.counters[kTierForeseen]);
-  for (uint32_t rank = blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_listed; rank += gridDim.x * kPlaceBlock) {
+  for (uint32_t rank = (gridDim.x - 1 - blockIdx.x) * kPlaceBlock + threadIdx.x; rank < num_listed;
+       rank += gridDim.x * kPlaceBlock) {
     const uint32_t slot = b.tier.foreseen[rank].slot;
     if (slot < b.tier.num_slots) atomicCAS(b.tier.priority + slot, kMarked, kOnceMarked);
   }
@@ -346,25 +350,26 @@ __device__ __forceinline__ uint32_t CountMove(uint32_t* counts, uint32_t part, b
   return part < kParts ? atomicAdd(counts + part, 1u) : part == kParts ? ahead : fresh;
 }
 
-/// Gives a row a slot, and notes the moves.
+/// Gives a row a slot, and notes the moves. Reads before it writes: the reads then run at the same time.
 __device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uint32_t slot, uint32_t priority,
                                          Move* leaving) {
   const TierView& tier = b.tier;
-  Record* owner = tier.OwnerAt(slot);
   const bool is_kept = !tier.IsStaged(slot);
-  if (is_kept && owner->free_id < tier.capacity) {
-    *leaving = {slot, owner->free_id, tier.RecordOf(owner->free_id), kNoRow};
-    if (tier.priority[slot] == kMarked && b.HasAhead()) leaving->ahead = 0;
-    *tier.PlaceAt(owner->free_id) = tier.PlaceAfter(slot);
-    tier.NoteContent(leaving->row_id, leaving->record, true);
+  const Record record = *tier.records.At(tier.starts, row_id, 1);
+  const uint32_t own_record = tier.RecordOf(row_id), former = is_kept ? tier.OwnerAt(slot)->free_id : kNoRow;
+  const uint32_t former_priority = is_kept ? tier.priority[slot] : 0, place_after = is_kept ? tier.PlaceAfter(slot) : 0;
+  const bool has_ahead = b.HasAhead();
+  if (former < tier.capacity) {
+    *leaving = {slot, former, tier.RecordOf(former), former_priority == kMarked && has_ahead ? 0 : kNoRow};
+    *tier.PlaceAt(former) = place_after;
+    tier.NoteContent(former, leaving->record, true);
   }
-  const Record& record = *tier.records.At(tier.starts, row_id, 1);
-  *owner = {record.key, record.table, row_id};
+  *tier.OwnerAt(slot) = {record.key, record.table, row_id};
   if (!is_kept) return;
   tier.last_use[slot] = b.tier.Now();
   tier.priority[slot] = priority | kPinned;
   *tier.PlaceAt(row_id) = slot;
-  tier.NoteContent(row_id, tier.RecordOf(row_id), false);
+  tier.NoteContent(row_id, own_record, false);
 }
 
 /// Gives the row of a rank its slot. If the row is staged, its positions still find its rank in its place.
@@ -380,14 +385,17 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t
 __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
                                         Move* coming) {
   const TierView& tier = b.tier;
-  const uint32_t first = b.missing[rank], row_id = b.row_ids[first], from = b.former_place[first];
+  const bool is_listed = rank < min(num_victims, b.NumListed(~0u));
+  const uint32_t first = b.missing[rank], slot = is_listed ? b.victims[rank] : 0;
+  const uint32_t row_id = b.row_ids[first], from = b.former_place[first], former = tier.owners[slot].free_id;
+  const uint32_t record = tier.RecordOf(row_id), former_record = former < tier.capacity ? tier.RecordOf(former) : 0;
   *tier.PlaceAt(row_id) = from;
-  if (rank >= min(num_victims, b.NumListed(~0u))) return;
-  const uint32_t slot = b.victims[rank], is_fresh = from == kFresh ? 1 : 0;
+  if (!is_listed) return;
+  const uint32_t is_fresh = from == kFresh ? 1 : 0;
   tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
-  if (is_fresh == 0) *coming = {rank, row_id, tier.RecordOf(row_id), kNoRow};
-  if (tier.owners[slot].free_id >= tier.capacity) return;
-  *leaving = {slot, tier.owners[slot].free_id, tier.RecordOf(tier.owners[slot].free_id), kNoRow};
+  if (is_fresh == 0) *coming = {rank, row_id, record, kNoRow};
+  if (former >= tier.capacity) return;
+  *leaving = {slot, former, former_record, kNoRow};
   tier.priority[slot] = kMarked;
 }
 
@@ -427,11 +435,13 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
     if (rank < num_listed) {
       const Foreseen foreseen = tier.foreseen[rank];
       const bool is_valid = foreseen.row_id < tier.capacity && foreseen.slot < tier.num_slots;
+      const bool may_be_ahead = is_valid && foreseen.is_fresh == 0 && b.HasAhead();
       const uint32_t priority = is_valid ? tier.priority[foreseen.slot] : kPinned;
-      if ((priority == 0 || priority == kMarked) && IsPending(*tier.PlaceAt(foreseen.row_id))) {
-        const uint32_t record = foreseen.is_fresh != 0 ? kNoRow : tier.RecordOf(foreseen.row_id);
-        coming = {foreseen.slot, foreseen.row_id, record, kNoRow};
-        if (foreseen.is_fresh == 0 && b.HasAhead() && tier.area->row_ids[rank] == foreseen.row_id) coming.ahead = rank;
+      const uint32_t place = is_valid ? *tier.PlaceAt(foreseen.row_id) : kNoRow;
+      const uint32_t record = is_valid && foreseen.is_fresh == 0 ? tier.RecordOf(foreseen.row_id) : kNoRow;
+      const uint32_t ahead = may_be_ahead ? tier.area->row_ids[rank] : kNoRow;
+      if ((priority == 0 || priority == kMarked) && IsPending(place)) {
+        coming = {foreseen.slot, foreseen.row_id, record, ahead == foreseen.row_id ? rank : kNoRow};
         TakeSlot(b, foreseen.row_id, foreseen.slot, foreseen.priority, &leaving);
       }
     }
@@ -445,71 +455,110 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
   moved.AddTo(b.control);
 }
 
-constexpr int kOfPage = 8;         // lanes that look for a record in a page
-constexpr int kRecordsOfLane = 4;  // that one of them looks at together
-constexpr uint32_t kPages = 4;     // that they look at: a page may have no record to give
+constexpr int kLanesOfRow = 8;   // that look for a record together
+constexpr int kPairsOfLane = 8;  // of neighbouring records: eight lanes read 128 at once, the page of 124 of 528 bytes
+constexpr uint32_t kPages = 4;   // that they look at: a page may have no record to give
 
-/// Lets eight lanes find a record without content in a page for a row that leaves, which exchanges records with the row
-/// that had it. Returns the record of the row, or kNoRow if there is none for it.
+/// Lets eight lanes find a record without content in a page for a row that leaves, and take it: the row then exchanges
+/// records with the one that had it, which is listed in `missing`, and the record that this one gets in `victims`.
+/// Returns the record, or kNoRow if there is none, or the lanes do not look. All lanes of a warp call it, and stay
+/// together: their chains of reads then run at the same time.
 ///
-/// Rows that leave are marked, and keep their records meanwhile. A row that got the record of another one may be asked
-/// for it in turn, since it is noted as the record's row only after the record as its own.
-template <typename Lanes>
-__device__ __forceinline__ uint32_t ExchangeRecord(const TierView& tier, const Lanes& lanes, const RecordRange& page,
-                                                   const Move& leaving) {
-  if (page.begin <= leaving.record && leaving.record < page.end) return leaving.record;
-  for (uint32_t begin = page.begin; begin < page.end; begin += kOfPage * kRecordsOfLane) {
-    uint32_t tenants[kRecordsOfLane];
+/// Rows that leave are marked, so their new records are not taken again. The record that the other row gets becomes its
+/// own only after all blocks have finished this step (NoteExchanges): until then it is not taken either.
+__device__ __forceinline__ uint32_t TakeRecord(const Bringing& b, bool looks, const RecordRange& page, uint32_t rank,
+                                               const Move& leaving) {
+  const TierView& tier = b.tier;
+  const uint32_t lane = threadIdx.x % kLanesOfRow, first_lane = threadIdx.x % kWarp - lane;
+  // Two records are 16 bytes, which one instruction reads.
+  const uint32_t odd = reinterpret_cast<uint64_t>(tier.homes.At(tier.starts, page.begin, 2)) % 16 != 0 ? 1 : 0;
+  uint32_t begin = page.begin - odd, found = kNoRow;
+  for (; __any_sync(~0u, looks && begin < page.end); begin += 2 * kPairsOfLane * kLanesOfRow) {
+    uint32_t tenants[2 * kPairsOfLane];
 #pragma unroll
-    for (int i = 0; i < kRecordsOfLane; ++i) {
-      const uint32_t record = begin + i * kOfPage + lanes.thread_rank();
-      tenants[i] = record < page.end ? *const_cast<volatile uint32_t*>(tier.TenantAt(record)) : uint32_t{kIsFull};
+    for (int k = 0; k < kPairsOfLane; ++k) {
+      const uint32_t record = begin + 2 * (k * kLanesOfRow + lane);
+      tenants[2 * k] = tenants[2 * k + 1] = kIsFull;
+      if (looks && record + 2 <= page.end) {
+        const uint4 pair = __ldcg(reinterpret_cast<const uint4*>(tier.homes.At(tier.starts, record, 2)));
+        tenants[2 * k] = record >= page.begin ? pair.y : uint32_t{kIsFull};
+        tenants[2 * k + 1] = pair.w;
+      } else if (looks && record < page.end && record >= page.begin) {
+        tenants[2 * k] = __ldcg(tier.TenantAt(record));
+      }
     }
+    for (int last = -1;;) {
+      int at = -1;  // the lane's next candidate
+      uint32_t tenant = 0;
 #pragma unroll
-    for (int i = 0; i < kRecordsOfLane; ++i) {
-      uint32_t candidates = lanes.ballot((tenants[i] & kIsFull) == 0);
-      while (candidates != 0) {
-        const uint32_t lane = static_cast<uint32_t>(__ffs(static_cast<int>(candidates)) - 1);
-        candidates &= candidates - 1;
-        const uint32_t record = begin + i * kOfPage + lane;
-        bool is_done = false;
-        if (lanes.thread_rank() == lane) {
-          const uint32_t former = tier.RowOf(record, tenants[i]), tenant = TierView::TenantOf(record, leaving.row_id);
-          is_done = tier.MayExchange(former) && atomicCAS(tier.TenantAt(record), tenants[i], tenant) == tenants[i];
-          if (is_done) {
-            __threadfence();
-            tier.SetHome(former, leaving.record);
-            tier.SetHome(leaving.row_id, record);
-            __threadfence();
-            tier.NoteContent(former, leaving.record, false);
-          }
+      for (int k = 2 * kPairsOfLane - 1; k >= 0; --k) {
+        const bool is_next = k > last && (tenants[k] & kIsFull) == 0;
+        at = is_next ? k : at;
+        tenant = is_next ? tenants[k] : tenant;
+      }
+      const uint32_t of_warp = __ballot_sync(~0u, looks && at >= 0);
+      if (of_warp == 0) break;
+      const uint32_t candidates = of_warp >> first_lane & ((1u << kLanesOfRow) - 1);
+      const uint32_t taker = static_cast<uint32_t>(__ffs(static_cast<int>(candidates)) - 1);  // no lane if none has one
+      uint32_t record = kNoRow;
+      if (lane == taker) {
+        last = at;
+        const uint32_t tried = begin + 2 * (at / 2 * kLanesOfRow + lane) + at % 2, former = tier.RowOf(tried, tenant);
+        const uint32_t taken = TierView::TenantOf(tried, leaving.row_id);
+        if (tier.MayExchange(former) && atomicCAS(tier.TenantAt(tried), tenant, taken) == tenant) {
+          record = tried;
+          tier.SetHome(former, leaving.record);
+          tier.SetHome(leaving.row_id, record);
+          b.missing[rank] = former;
+          b.victims[rank] = leaving.record;
         }
-        if (lanes.any(is_done)) return record;
+      }
+      record = __shfl_sync(~0u, record, first_lane + taker % kLanesOfRow);
+      if (record != kNoRow) {
+        found = record;
+        looks = false;
       }
     }
   }
-  return kNoRow;
+  return found;
 }
 
 /// Gives each row that leaves a record in the page of the row that takes its slot, or of one of the next ones, and
 /// counts the moves of each part. Which record it gets may differ between runs: no content depends on it.
 __device__ __forceinline__ void ExchangeRecords(const Bringing& b, uint32_t num_missing) {
-  const auto lanes = cooperative_groups::tiled_partition<kOfPage>(cooperative_groups::this_thread_block());
-  for (uint32_t rank = (blockIdx.x * kPlaceBlock + threadIdx.x) / kOfPage; rank < num_missing;
-       rank += gridDim.x * kPlaceBlock / kOfPage) {
-    Move leaving = b.leaving[rank];
-    if (leaving.row_id == kNoRow) continue;
-    for (uint32_t i = 0; i < kPages; ++i) {
-      const Move coming = b.coming[(rank + i) % num_missing];
-      if (coming.row_id == kNoRow) continue;
-      const uint32_t record = ExchangeRecord(b.tier, lanes, b.tier.PageOf(coming.record), leaving);
+  const uint32_t lane = threadIdx.x % kLanesOfRow, first_lane = threadIdx.x % kWarp - lane;
+  // Neighbouring rows go to different blocks, which all get as many.
+  uint32_t rank = threadIdx.x / kLanesOfRow * gridDim.x + blockIdx.x;
+  for (; __any_sync(~0u, rank < num_missing); rank += gridDim.x * kPlaceBlock / kLanesOfRow) {
+    Move leaving{kNoRow, kNoRow, 0, kNoRow};
+    uint32_t coming = kNoRow;  // a record in the i-th lane that is that of the i-th row from this one on
+    if (rank < num_missing) {
+      const Move& next = b.coming[(rank + lane % kPages) % num_missing];
+      leaving = b.leaving[rank];
+      if (next.row_id != kNoRow) coming = next.record;
+      if (lane == 0) b.missing[rank] = kNoRow;
+    }
+    __syncwarp();  // another lane may write `missing` below
+    bool looks = leaving.row_id != kNoRow;
+    for (uint32_t i = 0; i < kPages && __any_sync(~0u, looks); ++i) {
+      const uint32_t near = __shfl_sync(~0u, coming, first_lane + i);
+      const RecordRange page = near == kNoRow ? RecordRange{0, 0} : b.tier.PageOf(near);
+      if (page.begin <= leaving.record && leaving.record < page.end) looks = false;
+      const uint32_t record = TakeRecord(b, looks, page, rank, leaving);
       if (record == kNoRow) continue;
       leaving.record = record;
-      break;
+      looks = false;
     }
-    if (lanes.thread_rank() != 0) continue;
+    if (lane != 0 || leaving.row_id == kNoRow) continue;
     b.leaving[rank].record = leaving.record;
     atomicAdd(b.leaving_parts + (leaving.record >> b.shift), 1u);
+  }
+}
+
+/// Notes whose the records are that rows got in exchange.
+__device__ __forceinline__ void NoteExchanges(const Bringing& b, uint32_t num_missing) {
+  for (uint32_t rank = blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_missing; rank += gridDim.x * kPlaceBlock) {
+    if (b.missing[rank] != kNoRow) b.tier.NoteContent(b.missing[rank], b.victims[rank], false);
   }
 }
 
@@ -567,8 +616,9 @@ __device__ __forceinline__ void SumParts(const Bringing& b, Shared& shared) {
   }
 }
 
-/// Lists the moves by part.
+/// Lists the moves by part. Ahead of a call also lists in the area what is to be read, as addresses.
 __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_moves) {
+  AheadArea* const area = b.ListsAhead() ? b.tier.area : nullptr;
   for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_moves; begin += gridDim.x * kPlaceBlock) {
     const uint32_t rank = begin + threadIdx.x;
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
@@ -581,6 +631,11 @@ __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_moves
     const uint32_t to = CountMove(b.coming_parts, b.PartOf(coming), comes);
     if (leaves) b.moves.leaving[from] = leaving;
     if (comes) b.moves.coming[to] = coming;
+    if (area == nullptr || rank >= b.most_ahead) continue;
+    area->row_ids[rank] = coming.row_id;
+    if (!comes) continue;
+    char* const here = area->records + int64_t{rank} * b.tier.host_bytes;
+    area->coming[to] = {b.tier.HostAt(coming.record), reinterpret_cast<uint64_t>(here)};
   }
 }
 
@@ -620,6 +675,10 @@ __device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t youn
   if (b.is_ahead) {
     counters[kTierTicket] = has_missing ? counters[kTierClock] : 0;
     counters[kTierForeseen] = b.NumListed(num_victims);
+    if (b.ListsAhead()) {
+      b.tier.area->num_coming = has_missing ? b.moves.counts[kNumFromHost] : 0;
+      b.tier.area->listed = counters[kTierTicket];
+    }
     return;
   }
   counters[kTierHits] += b.control->num_hits;
@@ -638,6 +697,7 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
   const bool may_be_foreseen = !b.is_ahead && b.tier.counters[kTierTicket] != 0;
   const uint32_t first_tile = b.window.First(b.tier.counters[kTierWindow]);
   if (b.is_ahead) UnmarkSlots(b);
+  if (b.ListsAhead() && blockIdx.x == 0) WaitForJob(b.tier.area->reads, &b.tier.area->last_read);  // it has a list
   MarkRows(b, now);
   all_blocks.sync();
   const uint32_t num_moves = b.control->num_missing;
@@ -652,10 +712,9 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
     }
     if (num_missing != 0) {
       CountMissing(b);
-      all_blocks.sync();
-      RankMissing(b, shared, SumOfBlocks(shared, b.missing_counts).before);
       CountAges(b, shared, now, first_tile);
       all_blocks.sync();
+      RankMissing(b, shared, SumOfBlocks(shared, b.missing_counts).before);
       ChooseAge(b, shared, num_missing);
       num_victims = shared.num_victims;
       all_blocks.sync();
@@ -666,6 +725,7 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
       if (b.is_ahead) {
         ExchangeRecords(b, num_missing);
         all_blocks.sync();
+        NoteExchanges(b, num_missing);
       }
     }
     SumParts(b, shared);

@@ -41,17 +41,29 @@ struct AheadArea {
   // The rows read ahead, for all slabs of a store; stored in the area of the first one.
   uint64_t last_read;  // the job that reads them
   uint32_t ticket;     // the clock of the counters
+  uint32_t listed;     // the ticket of what is listed, which is not read yet
   uint32_t num_coming;
-  Ends* coming;       // [MostAhead]
+  Ends* coming;       // [MostAhead]; nullptr: no row has been read ahead so far
   uint32_t* row_ids;  // [MostAhead], by rank
   char* records;      // [MostAhead][host_bytes], by rank
 
   // The rows written ahead, to this slab.
   uint64_t last_write;  // the job that writes them
   uint32_t num_leaving;
-  Ends* leaving;          // [MostAhead]
-  char* leaving_records;  // [MostAhead][host_bytes], as listed
+  uint32_t num_blocks_done;  // of the kernel that copies them
+  Ends* leaving;             // [MostAhead]
+  char* leaving_records;     // [MostAhead][host_bytes], as listed
 };
+
+/// Waits until a job that was started ahead has ended; `job` is &Jobs::num_begun for all of them. All threads of a
+/// block call it, in kernels that leave room for the job: it needs multiprocessors too.
+__device__ __forceinline__ void WaitForJob(const Jobs* jobs, const uint64_t* job) {
+  if (threadIdx.x == 0) {
+    while (*const_cast<const volatile uint64_t*>(&jobs->num_ended) < *job) __nanosleep(200);
+    __threadfence_system();
+  }
+  __syncthreads();
+}
 
 }  // namespace jaxsok
 

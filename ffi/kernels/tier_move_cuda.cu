@@ -159,16 +159,6 @@ __device__ void MakeFresh(const TierView& tier, const Record& record, uint32_t s
   }
 }
 
-/// Waits until a job that was started ahead has ended; `job` is &Jobs::num_begun for all of them. Only kernels of few
-/// blocks may call it: the job needs multiprocessors too.
-__device__ __forceinline__ void WaitForJob(const Jobs* jobs, const uint64_t* job) {
-  if (threadIdx.x == 0) {
-    while (*const_cast<volatile uint64_t*>(&jobs->num_ended) < *job) __nanosleep(200);
-    __threadfence_system();
-  }
-  __syncthreads();
-}
-
 __global__ void WaitKernel(const Jobs* jobs, const uint64_t* job) { WaitForJob(jobs, job); }
 
 /// Returns the destination of a leaving row. Records of other slabs are beyond the capacity.
@@ -336,9 +326,10 @@ Area* FindArea(const void* slab, int32_t* device = nullptr) {
   return nullptr;
 }
 
-/// Allocates the records of an area when it is first used.
-LaunchError Reserve(Area* area, int32_t device, int64_t host_bytes) {
+/// Allocates the records of an area when it is first used. Kernels that place rows then see all of it, or none.
+LaunchError Reserve(Stream stream, Area* area, int32_t device, int64_t host_bytes) {
   if (area->host_bytes == host_bytes) return nullptr;
+  JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(stream));
   const LaunchError error = OnDevice(device, [&]() -> LaunchError {
     const auto allocate = [](auto** memory, int64_t num_bytes) -> LaunchError {
       if (*memory != nullptr) return nullptr;  // by a call that failed later
@@ -375,6 +366,7 @@ __global__ void EndJobKernel(Jobs* jobs) {
 __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constant__ TierView tier, const Move* leaving,
                                                             const uint32_t* counts, int64_t most, uint32_t begin) {
   AheadArea* area = tier.area;
+  WaitForJob(area->writes, &area->last_write);  // it has the list and the copies
   const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most);
   char* const copies = area->leaving_records;
   Ends* const list = area->leaving;
@@ -393,24 +385,10 @@ __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constan
   const int num_in_row = NumLinesInRow(tier);
   MoveLines(num_moves, 0, num_in_row, ends_of, load_in_row, store);
   MoveLines<kSomeLines>(num_moves, num_in_row, NumLines(tier.host_bytes) - num_in_row, ends_of, load, store);
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
-  area->num_leaving = static_cast<uint32_t>(num_moves);
+  __syncthreads();
+  if (threadIdx.x != 0 || atomicInc(&area->num_blocks_done, gridDim.x - 1) != gridDim.x - 1) return;
+  area->num_leaving = static_cast<uint32_t>(num_moves);  // in the last block: the others have waited for the job before
   area->last_write = BeginJob(area->writes);
-}
-
-// Lists the coming rows.
-__global__ void __launch_bounds__(kBlock)
-    ListComingKernel(const __grid_constant__ TierView tier, const Move* coming, const uint32_t* counts, int64_t most) {
-  AheadArea* area = tier.area;
-  const int64_t num_moves = min(int64_t{counts[kNumFromHost]}, most);
-  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_moves; i += int64_t{gridDim.x} * kBlock) {
-    const Move move = coming[i];  // its slot is its rank
-    const bool comes = move.row_id < tier.capacity && move.record < tier.capacity && move.slot < most;
-    char* const here = area->records + int64_t{move.slot} * tier.host_bytes;
-    area->coming[i] = {comes ? tier.HostAt(move.record) : nullptr, reinterpret_cast<uint64_t>(here)};
-    if (comes) area->row_ids[move.slot] = move.row_id;
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) area->num_coming = static_cast<uint32_t>(num_moves);
 }
 
 // Copies records from the device to the host, or back. Each block occupies a multiprocessor that the model then lacks,
@@ -428,9 +406,9 @@ __global__ void __launch_bounds__(kAheadBlock) CopyKernel(const Ends* list, cons
       min(gridDim.x, *num / kMovesOfAheadBlock + 1));
 }
 
-// One thread.
+// One thread. Gives what is listed the ticket of the counters, if it is of the same call.
 __global__ void TicketKernel(AheadArea* area, const uint32_t* counters) {
-  area->ticket = counters[kTierTicket];
+  area->ticket = area->listed == counters[kTierTicket] ? area->listed : 0;
   area->last_read = BeginJob(area->reads);
 }
 
@@ -522,30 +500,25 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   int32_t device = 0;
   Area* area = FindArea(tier.host.data[0], &device);
   if (area == nullptr || most_moves == 0) return nullptr;
-  if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
+  if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  WaitKernel<<<1, 1, 0, stream>>>(area->link->writes.jobs, &area->on_device->last_write);
-  CopyLeavingKernel<<<BlocksFor(most * kWarp, BlocksOfWave()), kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
+  const int num_blocks = BlocksFor(most * kWarp, NumMultiprocessors() * 2);  // leaves room for the job before
+  CopyLeavingKernel<<<num_blocks, kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
   return BeginOnLane(stream, &area->link->writes, [&](cudaStream_t own) {
     CopyKernel<true><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
                                                             NumLines(tier.host_bytes));
   });
 }
 
-LaunchError LaunchReadAhead(Stream stream, const TierView& tier, const Move* coming, const uint32_t* counts,
-                            int64_t most_moves) {
+LaunchError LaunchReadAhead(Stream stream, const TierView& tier) {
   int32_t device = 0;
   Area* area = FindArea(tier.host.data[0], &device);
   const bool are_open = std::all_of(tier.host.data, tier.host.data + tier.starts.num_slabs,
                                     [](const uint8_t* slab) { return AreaOf(slab) != nullptr; });
-  if (!are_open || most_moves == 0) return nullptr;
-  if (const LaunchError error = Reserve(area, device, tier.host_bytes)) return error;
+  if (!are_open) return nullptr;
+  if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
-  const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  WaitKernel<<<1, 1, 0, stream>>>(area->link->reads.jobs, &area->on_device->last_read);
-  JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, area->buffers.row_ids, MostAhead(tier.host_bytes), ~0u));
-  ListComingKernel<<<BlocksFor(most, BlocksOfWave()), kBlock, 0, stream>>>(tier, coming, counts, most);
   TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
   return BeginOnLane(stream, &area->link->reads, [&](cudaStream_t own) {
     CopyKernel<false><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,

@@ -169,12 +169,12 @@ def bring_ahead(
     work runs: slabs of pinned memory that the library made get it, others nothing.
     """
     listed = _call_placing("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
-    counts = listed["counts"]
-    host = _write_leaving(host, tier.rows, tier.states, listed["leaving"], counts, target="jaxsok_tier_write_ahead")
+    leaving = listed["leaving"], listed["counts"]
+    host = _write_leaving(host, tier.rows, tier.states, *leaving, target="jaxsok_tier_write_ahead")
     # It takes the slabs that come back, so the counters do so after both have begun.
     out = call(
         "jaxsok_tier_read_ahead",
-        {"counters": listed["counters"], "host": host, "coming": listed["coming"], "counts": counts},
+        {"counters": listed["counters"], "host": host},
         {},
         in_place=("counters",),
         num_slabs=len(host),
