@@ -56,7 +56,7 @@ class FrozenTable:
     name: str
     dim: int
     """Numbers in a row: 1 to 1024."""
-    default: float = checks.declare(0.0, checks.number)
+    default: float = checks.declare(0.0, checks.number, low=-checks.LARGEST_FLOAT32, high=checks.LARGEST_FLOAT32)
     """The number that a missing key reads, in every column."""
     dtype: FrozenDtype = checks.declare("float32", checks.one_of, choices=DTYPES)
     """The dtype of stored rows; embeddings are float32."""

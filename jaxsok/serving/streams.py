@@ -136,6 +136,11 @@ class _Stream:
         payload = f"{self.name}:{value['payload']}"
         return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"], value.get("tables"))
 
+    def last_id(self) -> str:
+        """Reads the id of the last version that was ever added."""
+        there = self.call(lambda client: client.xinfo_stream(self.name) if client.exists(self.name) else {})
+        return _to_text(there.get("last-generated-id", "0-0"))
+
     def positions(self) -> dict[str, str]:
         """Reads the last version of each server, by its name."""
         groups = self.call(lambda client: client.xinfo_groups(self.name) if client.exists(self.name) else [])
@@ -411,6 +416,9 @@ class Follower(Repeated):
         """
         last = self._pending[-1].id if self._pending else self._position
         pending = [*self._pending, *self._stream.entries(last, 0.0 if self._pending else wait_s)]
+        if not pending and _order(self._stream.last_id()) < _order(last):
+            # Another Redis, whose clock is behind, or an older copy: what it has may be new.
+            self._position, pending = "0-0", self._stream.entries()
         held = self._served.versions.current.uuids
         first, lacking, is_for_some = _find_next(pending, held)
         self._pending = pending[first:]

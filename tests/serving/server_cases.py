@@ -14,6 +14,7 @@ import threading
 import time
 
 import numpy as np
+import prometheus_client.parser
 
 from jaxsok.serving import artifact, errors
 from jaxsok.serving.http import processes, running, security, server
@@ -22,6 +23,15 @@ DIMS = {"user": 4, "item": 3}
 DEFAULT = -7.0
 MAX_KEYS = {"user": 4096, "item": 2048}
 MAX_BATCH_SIZE = 64
+
+
+def samples_of(text):
+    """Returns the values in Prometheus' text by name and labels."""
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in prometheus_client.parser.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -503,13 +503,31 @@ def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
         check(rows, "item", [5], {})
         assert rows.num_rows("item") == 0 and not list(rows.scan("item", 5))
         for table, key in (("user", 5), ("item", 5)):
-            with pytest.raises(DatabaseError, match="read only"):
+            with pytest.raises(DatabaseError, match="persistent_db: read_only: got True"):
                 rows.insert(table, u64(key), np.zeros((1, DIMS[table]), np.float32))
     with pytest.raises(DatabaseError, match="RocksDB at"):
         rocks_at(tmp_path / "none", read_only=True)
     for op in (rows.num_rows, lambda table: rows.fetch(table, u64(5)), lambda table: list(rows.keys(table))):
         with pytest.raises(DatabaseError, match="closed, wanted it open"):
             op("user")
+
+
+def test_a_reader_follows_the_one_that_writes(tmp_path):
+    """With read_only a session reads what another process has written since, also rows that left, and keeps no copy."""
+    with contextlib.closing(rocks_at(tmp_path)) as writer:
+        written = DatabaseRows([writer], "dlrm", [USER])
+        written.insert("user", u64(1, 2), rows_for([1, 2], 4))
+        with contextlib.closing(rocks_at(tmp_path, read_only=True)) as reader:
+            read = DatabaseRows([reader], "dlrm", [USER])
+            content = {key: rows_for([key], 4)[0] for key in (1, 2)}
+            check(read, "user", [1, 2, 3], content)
+            for number in range(3):
+                content |= {2: rows_for([2], 4)[0] + number, 3: rows_for([3], 4)[0] - number}
+                written.insert("user", u64(2, 3), np.stack([content[2], content[3]]))
+                check(read, "user", [1, 2, 3], content)
+            written.erase("user", u64(1))
+            del content[1]
+            check(read, "user", [1, 2, 3], content)
 
 
 def test_a_folder_is_let_go_when_the_calls_that_run_have_ended(tmp_path, caplog):

@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -21,13 +20,11 @@ import sys
 import threading
 import time
 import tracemalloc
-import zlib
 
 import httpx
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
-import prometheus_client.parser
 import pytest
 import server_cases as cases
 from hypothesis import strategies as st
@@ -39,7 +36,7 @@ from jaxsok import Bags, Records, __main__ as command_line, checkpoint
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import artifact, errors, fused, session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
-from jaxsok.serving.http import batching, calls, responses, running, server, watch, wire
+from jaxsok.serving.http import batching, calls, responses, running, server, wire
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
@@ -111,7 +108,7 @@ def is_well(client):
 
 def num_taken(client):
     """Returns the number of requests that the server has and has not answered."""
-    return samples_of(client.get("/metrics").text)["jaxsok_requests_in_flight",]
+    return cases.samples_of(client.get("/metrics").text)["jaxsok_requests_in_flight",]
 
 
 # What it answers -----------------------------------------------------------------------------------------------------
@@ -310,15 +307,6 @@ def test_what_is_served(client):
     assert client.get("/v1/models/tables_only").json()["inputs"] is None
 
 
-def samples_of(text):
-    """Returns the values in Prometheus' text by name and labels."""
-    return {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in prometheus_client.parser.text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 def test_metrics():
     """Metrics count the requests, read the session's counts at the scrape, and have no labels chosen by clients."""
     session = cases.Session()
@@ -330,7 +318,7 @@ def test_metrics():
         client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[0, 0]]}})
         got = client.get("/metrics")
         assert got.headers["content-type"].startswith("text/plain")
-        samples = samples_of(got.text)
+        samples = cases.samples_of(got.text)
         assert samples["jaxsok_requests_total", "200", "lookup", "ranker"] == 3
         assert samples["jaxsok_requests_total", "400", "lookup", "ranker"] == 1
         assert samples["jaxsok_requests_total", "", "404", "lookup"] == 1
@@ -348,7 +336,7 @@ def test_metrics():
         assert samples["jaxsok_queue_depth", "lookup", "ranker"] == 0
         assert samples["jaxsok_ready",] == 1 and samples["jaxsok_requests_in_flight",] == 0
         session.update(model="ranker")
-        assert samples_of(client.get("/metrics").text)["jaxsok_version", "ranker"] == 2
+        assert cases.samples_of(client.get("/metrics").text)["jaxsok_version", "ranker"] == 2
 
 
 # What it refuses -----------------------------------------------------------------------------------------------------
@@ -1161,7 +1149,7 @@ def ask_behind_a_call(found, session, requests, num_calls, num_waiting):
         first = threads.submit(client.post, path, content=content, headers=headers)
         wait_until(lambda: len(session.calls) == 1)
         others = threads.submit(ask_at_once, found.address, requests[1:])
-        depth = lambda: samples_of(client.get("/metrics").text)["jaxsok_queue_depth", *sorted((op, model))]  # noqa: E731
+        depth = lambda: cases.samples_of(client.get("/metrics").text)["jaxsok_queue_depth", *sorted((op, model))]  # noqa: E731
         try:
             wait_until(lambda: len(session.calls) == num_calls and depth() == num_waiting)
         finally:
@@ -1357,7 +1345,7 @@ def test_responses_that_nobody_reads_are_counted(large):
     with cases.serving(cases.Session(), max_requests=2) as found, httpx.Client(base_url=found.address) as client:
         answered = "jaxsok_requests_total", "200", "lookup", "ranker"
         with deaf(found.address, large) as reader, deaf(found.address, large):
-            wait_until(lambda: samples_of(client.get("/metrics").text).get(answered) == 2)
+            wait_until(lambda: cases.samples_of(client.get("/metrics").text).get(answered) == 2)
             assert num_taken(client) == 2 and found.app.held.num_bytes > 2 << 24
             assert client.post(LOOKUP, json={"keys": {"user": [4]}}).status_code == 503
             got = b""
@@ -1377,7 +1365,7 @@ def test_responses_that_nobody_reads_are_counted(large):
 def test_clients_that_do_not_read_are_cut_off(large):
     with cases.serving(cases.Session(), max_requests=1, send_timeout_s=0.5) as found:
         with httpx.Client(base_url=found.address) as client, deaf(found.address, large) as line:
-            wait_until(lambda: samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1)
+            wait_until(lambda: cases.samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1)
             wait_until(lambda: num_taken(client) == 0)
             num_bytes = 0
             with contextlib.suppress(ConnectionError):
@@ -1426,7 +1414,7 @@ def test_clients_that_read_for_too_long_are_cut_off(large):
                 time.sleep(0.02)  # 16 MB take at least 5 s.
         assert num_bytes < 1 << 24, "the connection ended before the response did"
         with httpx.Client(base_url=found.address) as client:
-            assert samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1
+            assert cases.samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1
             wait_until(lambda: num_taken(client) == 0)
             assert is_well(client) and found.app.held.num_bytes == 0
 
@@ -1449,13 +1437,15 @@ def test_clients_that_read_nothing_take_bounded_memory(large):
                 if number == 4:
                     before = cases.resident_bytes(os.getpid())
             assert cases.resident_bytes(os.getpid()) - before < 60 << 20
-            assert samples_of(client.get("/metrics").text)["jaxsok_requests_total", "503", "lookup", "ranker"] >= 12
+            assert (
+                cases.samples_of(client.get("/metrics").text)["jaxsok_requests_total", "503", "lookup", "ranker"] >= 12
+            )
             assert is_well(client)
 
 
 def num_answered(client):
     """Returns the number of answered lookups, of any status."""
-    found = samples_of(client.get("/metrics").text)
+    found = cases.samples_of(client.get("/metrics").text)
     return sum(value for name, value in found.items() if name[0] == "jaxsok_requests_total")
 
 
@@ -1710,206 +1700,6 @@ def test_a_signal_ends_the_process_in_order():
     assert process.returncode == 0 and output == "ended\n"
 
 
-# Updates from a folder -----------------------------------------------------------------------------------------------
-
-
-def hps_folder(path):
-    """Makes a folder in the form that `session.update` takes; the contents of its files do not matter here."""
-    (path / "user").mkdir(parents=True)
-    (path / "user" / "key").write_bytes(b"")
-    (path / "user" / "emb_vector").write_bytes(b"")
-
-
-def export(path, kind):
-    """Writes a manifest with the checksum that docs/checkpoint_format.md describes."""
-    body = {"format": "jaxsok tables", "version": 1, "kind": kind, "tables": {}, "stores": [], "bloom": []}
-    body |= {"uuid": path.name, "step": 0, "clock": 0, "seed": [0, 0], "mesh": "", "num_shards": 1}
-    body |= {"num_processes": 1, "pauses_s": [0.0]}
-    if kind == "delta":
-        body |= {"base": "", "base_path": "base", "since": 0}
-    checksum = zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-    path.mkdir(parents=True)
-    (path / "manifest.json").write_text(json.dumps({**body, "checksum": checksum}))
-
-
-class Updated(cases.Session):
-    """A session that records its updates; a delta follows the export of the number before it."""
-
-    def __init__(self, models=("ranker", "tables_only")):
-        super().__init__()
-        self._versions = dict.fromkeys(models, 1)
-        self.sources, self.refused = [], set()
-
-    def update(self, source=None, *, model=None, dense_file=None):
-        name = source and pathlib.Path(source).name
-        if name in self.refused:
-            raise ValueError(f"{name} does not fit")
-        self.sources.append((model, name, dense_file and pathlib.Path(dense_file).name))
-        return super().update(source, model=model)
-
-
-def test_watched_folders_are_applied_in_order(tmp_path):
-    session, seen = Updated(["ranker"]), []
-    watcher = watch.Watcher(session, tmp_path, observe=lambda model, result: seen.append(result))
-    assert watcher.look() == 0
-    export(tmp_path / "step-8", "full")
-    export(tmp_path / "step-9", "full")
-    export(tmp_path / "step-10-delta", "delta")
-    export(tmp_path / "step-11-delta", "delta")
-    export(tmp_path / "step-12-delta.writing", "delta")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "file").write_text("")
-    assert watcher.look() == 3
-    assert [name for _, name, _ in session.sources] == ["step-9", "step-10-delta", "step-11-delta"]
-    assert sorted(seen) == ["applied"] * 3 + ["skipped"]
-    assert watcher.look() == 0, "applied twice"
-    (tmp_path / "step-12-delta.writing").rename(tmp_path / "step-12-delta")
-    hps_folder(tmp_path / "step-13")
-    assert watcher.look() == 1 and session.sources[-1][1] == "step-13"
-
-
-def test_folders_with_the_last_of_a_table_or_of_the_dense_model_are_applied(tmp_path):
-    """However many folders come between two looks: what is served is that of a server that took them one by one."""
-    rng = np.random.default_rng(5)
-    for case in range(40):
-        folder, contents = tmp_path / str(case), {}
-        sessions = [Parts(), Parts()]
-        folder.mkdir()
-        watchers = [watch.Watcher(session, folder) for session in sessions]
-        for number in range(rng.integers(1, 8)):
-            parts = [part for part in ("user", "item", "dense") if rng.random() < 0.5] or ["dense"]
-            path = folder / f"{number}.tmp"
-            for part in parts:
-                below = path / "tables" / part if "dense" in parts and part != "dense" else path / part
-                below.mkdir(parents=True)
-                (below / ("model.json" if part == "dense" else "emb_vector")).write_text(str(number))
-                contents[part] = str(number)
-            path.rename(folder / str(number))
-            watchers[0].look()
-        watchers[1].look()
-        assert [session.served for session in sessions] == [contents] * 2
-    session = Parts()
-    session.refused.add("1")
-    for number in range(2):
-        (tmp_path / "refused" / str(number) / "user").mkdir(parents=True)
-        (tmp_path / "refused" / str(number) / "user" / "emb_vector").write_text(str(number))
-    assert watch.Watcher(session, tmp_path / "refused").look() == 1 and session.served == {"user": "0"}
-
-
-class Parts(cases.Session):
-    """A session that serves the contents of the files that it was updated from."""
-
-    def __init__(self):
-        super().__init__()
-        self._versions = {"ranker": 1}
-        self.served, self.refused = {}, set()
-
-    def update(self, source=None, *, model=None, dense_file=None):
-        path = pathlib.Path(source or dense_file)
-        if path.name in self.refused or path.parent.name in self.refused:
-            raise ValueError("refused")
-        if source:
-            self.served |= {file.parent.name: file.read_text() for file in path.glob("*/emb_vector")}
-        if dense_file:
-            self.served["dense"] = (pathlib.Path(dense_file) / "model.json").read_text()
-        return 2
-
-
-def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
-    """A delta without its base is tried again, a damaged full export does not block deltas, and each is logged once."""
-    session = Updated(["ranker"])
-    watcher = watch.Watcher(session, tmp_path)
-    export(tmp_path / "1-full", "full")
-    session.refused = {"1-full", "3-delta"}
-    export(tmp_path / "2-delta", "delta")
-    export(tmp_path / "3-delta", "delta")
-    assert watcher.look() == 1 and session.sources[-1][1] == "2-delta"
-    assert watcher.look() == 0
-    monkeypatch.setattr(watch, "RETRY_S", 0.0)
-    assert watcher.look() == 0
-    assert caplog.text.count("3-delta does not fit") == 1
-    session.refused = set()
-    assert watcher.look() == 1 and session.sources[-1][1] == "3-delta", "what stands before what is served stays away"
-    (tmp_path / "4-delta").mkdir()
-    (tmp_path / "4-delta" / "manifest.json").write_text("{")
-    session.refused = {"4-delta"}
-    assert watcher.look() == 0
-
-
-def test_a_late_export_does_not_turn_back(tmp_path, caplog):
-    """A late export does not undo a newer one: it is skipped, with one line in the log."""
-    session, seen = Updated(["ranker"]), []
-    watcher = watch.Watcher(session, tmp_path, observe=lambda model, result: seen.append(result))
-    for name, kind in (("full-9", "full"), ("full-10", "full"), ("full-11-delta", "delta")):
-        export(tmp_path / name, kind)
-        assert watcher.look() == 1
-    export(tmp_path / "full-08", "full")
-    export(tmp_path / "full-10-delta", "delta")
-    assert watcher.look() == 0 == watcher.look()
-    assert seen == ["applied"] * 3 + ["skipped"] * 2
-    assert caplog.text.count("full-08 stands before") == 1
-    export(tmp_path / "full-12", "full")
-    assert watcher.look() == 1
-    assert [name for _, name, _ in session.sources] == ["full-9", "full-10", "full-11-delta", "full-12"]
-
-
-def test_what_cannot_be_read_stops_no_other(tmp_path, monkeypatch, caplog):
-    """A folder that cannot be read blocks neither other folders, nor other models, nor the start."""
-    session = Updated()
-    for model in ("ranker", "tables_only"):
-        export(tmp_path / model / "1", "full")
-        export(tmp_path / model / "2", "full")
-    read_export = watch._read_export
-
-    def broken(path):
-        if path == tmp_path / "ranker" / "2":
-            raise PermissionError(13, "not allowed", str(path))
-        return read_export(path)
-
-    monkeypatch.setattr(watch, "_read_export", broken)
-    with cases.serving(session, watch=tmp_path) as found, httpx.Client(base_url=found.address) as client:
-        assert session.sources == [("ranker", "1", None), ("tables_only", "2", None)]
-        samples = samples_of(client.get("/metrics").text)
-        assert samples["jaxsok_watched_updates_total", "ranker", "refused"] == 1
-        assert caplog.text.count("not allowed") == 1
-    monkeypatch.setattr(watch, "_read_export", read_export)
-    watcher = watch.Watcher(session, tmp_path)
-    shutil.rmtree(tmp_path / "ranker")
-    (tmp_path / "ranker").symlink_to("ranker")
-    export(tmp_path / "tables_only" / "3", "full")
-    assert watcher.look() == 1 and session.sources[-1] == ("tables_only", "3", None)
-    shutil.rmtree(tmp_path / "tables_only")
-    (tmp_path / "ranker").unlink()
-    tmp_path.rmdir()
-    session = Updated(["ranker"])
-    app = server.App(session, watch=tmp_path.parent)
-    app._watcher.folder = tmp_path
-    asyncio.run(_live(app))
-    assert str(tmp_path) in caplog.text
-
-
-async def _live(app):
-    async with app.asgi.router.lifespan_context(app.asgi):
-        assert app.is_ready
-
-
-def test_tables_and_model_together_and_by_model(tmp_path):
-    """Each of several models is updated from its own folder, tables and dense model together."""
-    session = Updated()
-    export(tmp_path / "ranker" / "1" / "tables", "full")
-    (tmp_path / "ranker" / "1" / "dense").write_bytes(b"")
-    export(tmp_path / "of_nobody" / "1", "full")
-    with cases.serving(session, watch=tmp_path) as found, httpx.Client(base_url=found.address) as client:
-        assert client.get("/v1/models/ranker").json()["version"] == 2, (
-            "what is there is applied before the first request"
-        )
-        assert session.sources == [("ranker", "tables", "dense")]
-        export(tmp_path / "tables_only" / "1", "full")
-        wait_until(lambda: client.get("/v1/models/tables_only").json()["version"] > 1)
-        samples = samples_of(client.get("/metrics").text)
-        assert samples["jaxsok_watched_updates_total", "applied", "tables_only"] == 1
-
-
 # The session of files ------------------------------------------------------------------------------------------------
 
 
@@ -2002,7 +1792,7 @@ def test_predictions_of_an_exported_model(tmp_path):
                 asked = [future.result() for future in [threads.submit(ask, client, seed) for seed in range(24)]]
             refused = client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[1, 2]]}})
             assert refused.status_code == 400 and "[samples, 1]" in refused.text
-            samples = samples_of(client.get("/metrics").text)
+            samples = cases.samples_of(client.get("/metrics").text)
             assert samples["jaxsok_batch_requests_sum", "predict", "ranker"] == 24
             assert samples["jaxsok_batch_requests_count", "predict", "ranker"] < 24, "no two requests shared a call"
             keys = list(itertools.chain.from_iterable(asked))

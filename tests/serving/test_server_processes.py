@@ -64,7 +64,7 @@ def ask(found):
 
 
 def samples(found):
-    return single.samples_of(httpx.get(f"{found.address}/metrics").text)
+    return cases.samples_of(httpx.get(f"{found.address}/metrics").text)
 
 
 def test_all_front_ends_answer(found):

@@ -292,6 +292,24 @@ def test_redis_starts_again(keeps, tmp_path):
                 wait_until(lambda: not session.stats()["is_following"])
 
 
+def test_redis_comes_back_with_a_clock_behind(tmp_path):
+    """Versions that an empty Redis numbers from an earlier time on are applied, and not taken for old ones."""
+    with running(Server, tmp_path) as place:
+        url = f"redis://{place.address}"
+        training = Training(tmp_path, url)
+        place.client.xadd("jaxsok:{dlrm}", {"clock": "ahead"}, id=f"{int(time.time() + 3600) * 1000}-0")
+        place.client.xtrim("jaxsok:{dlrm}", 0)
+        with serve(url, training) as session:
+            training.publish()
+            wait_until(lambda: serves(session, training))
+            place.kill()
+            wait_until(lambda: not session.stats()["is_following"])
+            place.start()
+            for _ in range(2):
+                training.publish()
+                wait_until(lambda: serves(session, training))
+
+
 def test_a_trimmed_stream_asks_for_a_full_export(url, tmp_path, caplog):
     training = Training(tmp_path, url, max_bytes=20_000)
     for _ in range(6):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxsok import checks
+from jaxsok.checks import LARGEST_FLOAT32
 
 WRONG = object()  # what `Kind.parse` gives for a value of another kind
 SECRETS = ("password", "brokers")  # keys whose values are never shown: a URL may have a password
@@ -16,7 +17,6 @@ REQUIRED = object()  # the default of a key without one
 HPS_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model, and of a table in a database
 URL_OF_REDIS = 'a URL, as "redis://10.0.0.1:6379", with /, ?, # and @ of a password as %2F, %3F, %23 and %40'
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
-_FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ BLOCK = instance(Mapping, "an object")
 FILE = Kind("a path", lambda value: _parse_path(value) or WRONG)
 OPTIONAL_FILE = Kind("a path", _parse_path)
 POSITIVE, COUNT, SIZE, FRACTION = integer(1), integer(0), integer(0, 2**64 - 1), number(0.0, 1.0)
-FLOAT32 = number(-_FLOAT32_MAX, _FLOAT32_MAX)
+FLOAT32 = number(-LARGEST_FLOAT32, LARGEST_FLOAT32)
 OPTIONAL_FLOAT32 = Kind(f"{FLOAT32.wanted}, or null", lambda value: None if value is None else FLOAT32.parse(value))
 WHOLE_SECONDS = Kind(  # a fraction is cut off, as in HPS
     COUNT.wanted,

@@ -1,8 +1,10 @@
 """RocksDB as HPS lays rows out in it: a column family for each table, in a folder of this machine."""
 
+import contextlib
 import itertools
 import logging
 import pathlib
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, final
@@ -44,30 +46,47 @@ class RocksDatabase(Database):
         self._options.increase_parallelism(config.num_threads)
         self._options.optimize_for_point_lookup(_CACHE_MB)
         self._options.optimize_level_style_compaction(_UNWRITTEN_BYTES)
-        kinds = rocksdict.AccessType
-        access = kinds.read_only(False) if config.read_only else kinds.read_write()
-        is_there = (pathlib.Path(config.path) / "CURRENT").is_file()
-        names = self._call(lambda: rocksdict.Rdict.list_cf(config.path, self._options)) if is_there else ["default"]
-        columns = dict.fromkeys(names, self._options)
-        self._database: Any = self._call(lambda: rocksdict.Rdict(config.path, self._options, columns, access))
+        self._is_read_only = config.read_only
+        with contextlib.ExitStack() as opened:
+            kinds = rocksdict.AccessType
+            access = kinds.read_write()
+            if (
+                config.read_only
+            ):  # it follows what another process writes, as RocksDB's secondaries do, which have a log
+                access = kinds.secondary(opened.enter_context(tempfile.TemporaryDirectory(prefix="jaxsok-rocksdb-")))
+            is_there = (pathlib.Path(config.path) / "CURRENT").is_file()
+            names = self._call(lambda: rocksdict.Rdict.list_cf(config.path, self._options)) if is_there else ["default"]
+            columns = dict.fromkeys(names, self._options)
+            self._database: Any = self._call(lambda: rocksdict.Rdict(config.path, self._options, columns, access))
+            self._folder_of_log = opened.pop_all()
         self._creating = threading.Lock()  # held while a column family is made and put into `_columns`
         self._columns: dict[str, Any] = {name: self._database.get_column_family(name) for name in names}
 
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
         column = self._column(name)
-        return [None] * len(keys) if column is None else self._call(lambda: column.get(bytes_of(keys)))
+        if column is None:
+            return [None] * len(keys)
+        if self._is_read_only:
+            self._call(self._database.try_catch_up_with_primary)
+        return self._call(lambda: column.get(bytes_of(keys)))
 
     def write(self, name: str, keys: np.ndarray, values: Sequence[bytes]) -> None:
+        self._require_writer()
         with self._creating:
             if name not in self._columns:
                 self._columns[name] = self._call(lambda: self._database.create_column_family(name, self._options))
         self._change(name, lambda batch: [batch.put(*pair) for pair in zip(bytes_of(keys), values, strict=True)])
 
     def erase(self, name: str, keys: np.ndarray) -> None:
+        self._require_writer()
         # Removing keys that are not there would make the count too low.
         there = [field for field, row in zip(bytes_of(keys), self.read(name, keys), strict=True) if row is not None]
         if there:
             self._change(name, lambda batch: [batch.delete(field) for field in there])
+
+    def _require_writer(self) -> None:
+        if self._is_read_only:
+            raise DatabaseError(f'persistent_db: read_only: got True for "{self._path}", wanted False to change rows.')
 
     def _change(self, name: str, fill: Callable[[Any], Any]) -> None:
         def run() -> None:
@@ -105,6 +124,7 @@ class RocksDatabase(Database):
                 opened.close()
         except Exception as error:  # what was written is on the disk
             _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
+        self._folder_of_log.close()
 
     def _column(self, name: str) -> Any:
         return self._call(lambda: self._columns.get(name))

@@ -6,7 +6,7 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxsok import checks
@@ -31,11 +31,12 @@ class _Export(NamedTuple):
     parts: frozenset[str | None]
     """Its tables by name, and None for a dense model."""
 
-    @property
-    def tables(self) -> pathlib.Path | None:
-        """The folder of the tables; None: there is a dense model alone."""
-        below = self.path / "tables"
-        return below if below.is_dir() else self.path if self.parts != {None} else None
+    def source_of(self, names: Set[str | None]) -> str | dict[str | None, str] | None:
+        """Returns what `Session.update` takes to change some of the tables; None: none of them."""
+        tables = _folder_of_tables(self.path)
+        if names == self.parts - {None}:
+            return str(tables) if names else None
+        return {name: str(below if _is_hps(below := tables / str(name)) else tables) for name in names} or None
 
 
 class Watcher(Repeated):
@@ -57,7 +58,7 @@ class Watcher(Repeated):
         self.folder = pathlib.Path(folder)
         self._session, self._interval_s, self._observe = session, require_interval(interval_s), observe
         self._done: set[pathlib.Path] = set()
-        self._last: dict[str, _Order] = {}  # of the last applied folder, by model
+        self._last: dict[tuple[str, str | None], _Order] = {}  # of the last folder that brought a model's part
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
 
     def _watch(self) -> float:
@@ -71,20 +72,21 @@ class Watcher(Repeated):
         """Applies new folders, but for those that later ones replace; returns how many were applied.
 
         A refused folder stops no other, and replaces none. It is tried again after another one was applied, and each
-        minute.
+        minute; if later folders have brought some of its parts meanwhile, only the others are applied.
         """
         num_applied = 0
         for model in self._session.models:
             try:
-                pending = self._find(model)
+                left = self._find(model)
             except OSError as error:
                 self._refuse(model, self.folder, error)
                 continue
-            left = list(range(len(pending)))
-            while (number := _find_needed(pending, left)) is not None:
-                is_applied = self._apply(model, pending, number)
-                left = [other for other in left if other > number or (other < number and not is_applied)]
-                num_applied += is_applied
+            while left:
+                export = self._choose(model, left)
+                left.remove(export)
+                if self._apply(model, export):
+                    num_applied += 1
+                    left = self._keep_needed(model, left)
         return num_applied
 
     def _find(self, model: str) -> list[_Export]:
@@ -93,7 +95,7 @@ class Watcher(Repeated):
             if len(self._session.models) > 1:
                 return []
             folder = self.folder
-        pending = []
+        pending, own = [], {*self._session.models[model].tables, None, ""}
         for path in sorted(folder.iterdir(), key=_order):
             if path in self._done or _UNFINISHED.search(path.name):
                 continue
@@ -102,31 +104,51 @@ class Watcher(Repeated):
             except OSError as error:
                 self._refuse(model, path, error)
                 continue
-            if export is not None and model in self._last and _order(path) < self._last[model]:
-                _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
-                self._finish(model, path, "skipped")
-            elif export is not None:
-                pending.append(export)
-        return pending
+            if export is not None:
+                pending.append(export._replace(parts=export.parts & own or export.parts))  # others would be refused
+        return self._keep_needed(model, pending)
 
-    def _apply(self, model: str, pending: Sequence[_Export], number: int) -> bool:
-        export = pending[number]
-        path, tables = export.path, export.tables
+    def _find_lacking(self, model: str, export: _Export) -> frozenset[str | None]:
+        """Finds the parts of an export that no later folder has brought."""
+        order = _order(export.path)
+        return frozenset(part for part in export.parts if order >= self._last.get((model, part), order))
+
+    def _keep_needed(self, model: str, exports: Sequence[_Export]) -> list[_Export]:
+        """Leaves out the exports that lack nothing, since later folders have brought all of their parts."""
+        needed = []
+        for export in exports:
+            if self._find_lacking(model, export):
+                needed.append(export)
+            else:
+                _log.warning("watch: %s stands before what model %s has; it is skipped", export.path, model)
+                self._finish(model, export.path, "skipped")
+        return needed
+
+    def _choose(self, model: str, exports: Sequence[_Export]) -> _Export:
+        """Chooses the first export that brings a part which no later full one brings as well."""
+        chosen, replaced = exports[-1], frozenset[str | None]()
+        for export in reversed(exports):
+            lacking = self._find_lacking(model, export)
+            if not lacking <= replaced:
+                chosen = export
+                replaced |= lacking if export.kind == "full" else frozenset()
+        return chosen
+
+    def _apply(self, model: str, export: _Export) -> bool:
+        path = export.path
         failed_at, _ = self._refused.get(path, (-RETRY_S, ""))
         if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
-        options = {"dense_file": str(path / _DENSE)} if None in export.parts else {}
+        lacking = self._find_lacking(model, export)
+        options = {"dense_file": str(path / _DENSE)} if None in lacking else {}
         try:
-            version = self._session.update(None if tables is None else str(tables), model=model, **options)
+            version = self._session.update(export.source_of(lacking - {None}), model=model, **options)
         except Exception as error:
             self._refuse(model, path, error)
             return False
         _log.info("watch: %s: model %s is at version %s", path, model, version)
-        self._last[model] = _order(path)
+        self._last |= {(model, part): _order(path) for part in lacking}
         self._finish(model, path, "applied")
-        for before in pending[:number]:
-            if before.path not in self._done:
-                self._finish(model, before.path, "skipped")
         # Those that were refused may fit now.
         self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
         return True
@@ -155,38 +177,37 @@ def require_interval(interval_s: float) -> float:
 
 
 def _order(path: pathlib.Path) -> _Order:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
+    return [
+        (int(part), "") if part.isascii() and part.isdigit() else (-1, part)
+        for part in re.split(r"([0-9]+)", path.name)
+    ]
 
 
-def _find_needed(pending: Sequence[_Export], left: Sequence[int]) -> int | None:
-    """Finds the first of the exports that are left all of whose parts no later full export has; None: there is none."""
-    needed, replaced = None, None
-    for number in reversed(left):
-        kind, parts = pending[number].kind, pending[number].parts
-        if replaced is None or not parts <= replaced:
-            needed = number
-            if kind == "full":
-                replaced = parts | (replaced or frozenset())
-    return needed
+def _is_hps(path: pathlib.Path) -> bool:
+    return (path / _HPS_ROWS).is_file()
+
+
+def _folder_of_tables(path: pathlib.Path) -> pathlib.Path:
+    below = path / "tables"
+    return below if below.is_dir() and not _is_hps(below) else path
 
 
 def _read_export(path: pathlib.Path) -> _Export | None:
     """Finds what an export has; None: it is no export, or is not complete yet."""
     if not path.is_dir():
         return None
-    tables, dense = path / "tables", frozenset({None} if (path / _DENSE).exists() else ())
-    if not tables.is_dir():
-        tables = path
+    tables, dense = _folder_of_tables(path), path / _DENSE  # tables in HPS's form may have these names
+    parts = frozenset({None} if dense.exists() and not _is_hps(dense) else ())
     if (tables / manifest_lib.NAME).is_file():
         try:
             manifest = Source.of("watch", tables).manifest
         except ValueError:
-            return _Export(path, "delta", dense | {""})  # damaged: the session will refuse it
+            return _Export(path, "delta", parts | {""})  # damaged: the session will refuse it
         kind = "delta" if manifest["kind"] == "delta" else "full"
-        return _Export(path, kind, dense | manifest["tables"].keys())
-    hps = {folder.name for folder in tables.iterdir() if (folder / _HPS_ROWS).is_file()}
-    if (tables / _HPS_ROWS).is_file():
-        hps = {""}  # the only table of its model
-    if hps or (tables == path and (path / _DENSE / MODEL).is_file()):
-        return _Export(path, "full", dense | hps)
+        return _Export(path, kind, parts | manifest["tables"].keys())
+    hps = (
+        {""} if _is_hps(tables) else {folder.name for folder in tables.iterdir() if _is_hps(folder)}
+    )  # "": the only one
+    if hps or (tables == path and (dense / MODEL).is_file()):
+        return _Export(path, "full", parts | hps)
     return None
