@@ -774,7 +774,7 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
   }
   // A block fills a multiprocessor. Multiprocessors that move records ahead have no room for it, and it must not wait
   // for them.
-  const int64_t most = std::min<int64_t>(kMostPlaceBlocks, std::max(1, NumMultiprocessors() - 2 * kAheadBlocks));
+  const int64_t most = std::min(kMostPlaceBlocks, BlocksBesidesAhead());
   const int64_t wanted = std::max<int64_t>(CeilDiv<int64_t>(num_keys, kPlaceBlock), b.window.num_tiles);
   const int64_t num_blocks = std::clamp<int64_t>(wanted, 1, most);
   void* arguments[] = {&b};

@@ -55,6 +55,9 @@ struct AheadArea {
   char* leaving_records;     // [MostAhead][host_bytes], as listed
 };
 
+/// Blocks of which no two need the same multiprocessor, so that those which move records ahead find some without any.
+inline int BlocksBesidesAhead() { return std::max(1, NumMultiprocessors() - 2 * kAheadBlocks); }
+
 /// Waits until a job that was started ahead has ended; `job` is &Jobs::num_begun for all of them. All threads of a
 /// block call it, in kernels that leave room for the job: it needs multiprocessors too.
 __device__ __forceinline__ void WaitForJob(const Jobs* jobs, const uint64_t* job) {

@@ -503,7 +503,7 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
-  const int num_blocks = BlocksFor(most * kWarp, NumMultiprocessors() * 2);  // leaves room for the job before
+  const int num_blocks = BlocksFor(most * kWarp, BlocksBesidesAhead());
   CopyLeavingKernel<<<num_blocks, kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
   return BeginOnLane(stream, &area->link->writes, [&](cudaStream_t own) {
     CopyKernel<true><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
