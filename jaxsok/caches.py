@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import adapters, features as features_lib, split
+from jaxsok import split
 from jaxsok.planner import check_declarations
 from jaxsok.printed import format_bytes, format_columns
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
@@ -241,12 +241,10 @@ def _keys_of(
     features: Sequence[FeatureSpec], raw: Mapping[str, Any], what: str, tables: Iterable[str]
 ) -> dict[str, np.ndarray]:
     """Reads the keys of a raw batch by table, without padding."""
-    features_lib.require_features(raw, features)
-    raw = adapters.convert_features(raw, features, what)
+    read = split.read_batch(raw, features, what)
     keys: dict[str, list[np.ndarray]] = {table: [np.zeros(0, np.uint64)] for table in tables}
     for feature in features:
-        bags, _ = split.read_bags(feature, raw[feature.name], f'{what}: feature "{feature.name}"')
-        keys[feature.table].append(bags.keys.reshape(-1))
+        keys[feature.table].append(read[feature.name][0].keys.reshape(-1))
     joined = {table: np.concatenate(parts) for table, parts in keys.items()}
     return {table: part[part != np.uint64(PADDING_KEY)] for table, part in joined.items()}
 

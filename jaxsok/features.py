@@ -548,6 +548,12 @@ def _limit(spec: FeatureSpec, num_keys: int, what: str) -> None:
         )
 
 
+def require_declared(spec: FeatureSpec, bags: Bags, what: str) -> None:
+    """Refuses more keys than a feature declares, weights that it does not, and weights that it lacks."""
+    _limit(spec, bags.keys.size, what)
+    _read_weights(spec, bags, bags.keys.shape, what)
+
+
 def _read_weights(spec: FeatureSpec, bags: Bags, shape: tuple[int, ...], what: str) -> Any:
     if bags.weights is None:
         if spec.weighted:

@@ -451,12 +451,17 @@ def check_features(op: str, collection: Declared, features: Features) -> None:
         raise ValueError(
             f"{op}: features: got those of a collection with other specs; make them with this one's batch."
         )
-    got = {layout.name: layout.combiner for store in features.stores for layout in store.layouts}
-    wanted = {spec.name: spec.combiner for spec in collection.features}
-    if got != wanted:
+    # By name: table, combiner, and whether it has weights.
+    got = {
+        layout.name: (store.tables[layout.table].name, layout.combiner, layout.weights_start >= 0)
+        for store, of_store in zip(collection.stores, features.stores, strict=False)
+        for layout in of_store.layouts
+    }
+    wanted = {spec.name: (spec.table, spec.combiner, spec.weighted) for spec in collection.features}
+    if len(features.stores) != len(collection.stores) or got != wanted:
         raise ValueError(
-            f"{op}: features: got those of a collection with other features (by combiner {got}), wanted {wanted}; make "
-            "them with this one's batch."
+            f"{op}: features: got those of a collection with other features (table, combiner and whether with weights: "
+            f"{got}), wanted {wanted}; make them with this one's batch."
         )
 
 

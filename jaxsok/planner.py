@@ -19,14 +19,13 @@ Not counted: padding, and the fixed cost of a collective: a replicated store add
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxsok import adapters, checks, features as features_lib, specs as specs_lib, split
+from jaxsok import checks, specs as specs_lib, split
 from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import format_bytes, format_columns, name_devices
@@ -164,6 +163,11 @@ def propose(
     """
     check_declarations("propose", tables, features, num_shards)
     specs_lib.check_forms("propose", features)
+    checks.number("propose: finds_per_step", finds_per_step, 0, wanted="a number, at least 0")
+    if exchange is not None and not isinstance(exchange, ExchangeSpec):
+        raise TypeError(f"propose: exchange: got {exchange!r}, wanted an ExchangeSpec or None.")
+    if memory_bytes is not None:
+        checks.number("propose: memory_bytes", memory_bytes, 0, wanted="a number of bytes")
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one in addition to keys_per_step, wanted one of the two.")
     if sample is not None:
@@ -173,33 +177,39 @@ def propose(
     forced = _collect_forced(tables, overrides or {}, traffic, num_shards)
     model = _Model(num_shards, exchange or ExchangeSpec(), finds_per_step)
     lines = [_propose(model, table, traffic[table.name], forced, replicated_bytes) for table in tables]
-    if memory_bytes is not None:
-        lines = _fit(lines, set(forced), num_shards, memory_bytes)
     of_bags = specs_lib.bag_tables(features)
-    lines = [_with_form(line, is_declared=line.table.name in of_bags) for line in lines]
-    placed = [line.table for line in lines]
+    lines = [_with_form(line, of_bags) for line in lines]
+    if memory_bytes is not None:
+        lines = _fit(lines, set(forced), of_bags, num_shards, memory_bytes)
     form = {line.table.name: line.exchange for line in lines}
     return Proposal(
         tuple(lines),
         int(num_shards),
         model.count_bytes_of_stores(lines),
-        _bytes_per_device(placed, num_shards),
-        _allocated_bytes(placed, num_shards),
+        _bytes_per_device(lines, num_shards),
+        _allocated_bytes(lines, num_shards),
         tuple(dataclasses.replace(feature, exchange=form[feature.table]) for feature in features),
-        sum(store.capacity * host_row_bytes(store) for store in specs_lib.group_into_stores(placed, num_shards)),
+        sum(store.capacity * host_row_bytes(store) for store in _stores_of(lines, num_shards)),
     )
 
 
-def check_declarations(
-    op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object
-) -> None:
+def check_declarations(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: int) -> None:
     """Refuses declarations that no collection could be made of."""
     checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     names = [table.name for table in tables]
     specs_lib.require_distinct(f"{op}: tables", tables)
+    for table in tables:
+        _require_shard(op, table.name, table.placement, num_shards)
     for feature in features:
         if feature.table not in names:
             raise ValueError(f'{op}: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')
+
+
+def _require_shard(op: str, name: str, placement: Placement, num_shards: int) -> None:
+    if placement.kind == "on" and placement.shard >= num_shards > 1:
+        raise ValueError(
+            f'{op}: table "{name}": placement: got {placement}, wanted a device from 0 to {num_shards - 1}.'
+        )
 
 
 # Traffic -------------------------------------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ def keys_of(
             number = feature.max_keys / num_shards
         if number is not None:
             what = f'{op}: feature "{feature.name}": keys_per_step'
-            number = float(checks.number(what, number, 0, math.inf, "a number"))
+            number = float(checks.number(what, number, 0, math.inf, "a number, at least 0"))
         keys.append(number)
     return keys
 
@@ -261,17 +271,16 @@ def _measure(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sample: Mapping[str, Any], num_shards: int
 ) -> dict[str, _Traffic]:
     """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
-    features_lib.require_features(sample, features)
-    sample = adapters.convert_features(sample, features, "propose: sample")
+    read = split.read_batch(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     bags_of = dict.fromkeys(parts, 0.0)
     for feature in features:
-        what = f'propose: sample: feature "{feature.name}"'
-        bags, num_bags = split.read_bags(feature, sample[feature.name], what)
-        bags_of[feature.table] += num_bags / num_shards if feature.combiner else math.inf
-        bounds = [part * num_bags // num_shards for part in range(num_shards + 1)]
-        cuts = [split.cut_bags(bags, first, last).keys.reshape(-1) for first, last in itertools.pairwise(bounds)]
-        for part, cut in zip(parts[feature.table], cuts, strict=True):
+        bags, num_bags = read[feature.name]
+        samples = np.arange(num_bags) if bags.inverse is None else bags.inverse
+        for part, of_device in zip(parts[feature.table], np.array_split(samples, num_shards), strict=True):
+            used = np.unique(of_device)  # bags
+            bags_of[feature.table] += used.size / num_shards if feature.combiner else math.inf
+            cut = split.pick_bags(bags, used).keys.reshape(-1)
             part.append(cut[cut != np.uint64(PADDING_KEY)])
     traffic = {}
     for name, of_devices in parts.items():
@@ -356,10 +365,7 @@ def _collect_forced(
             )
         forced[name] = (SHARDED if placement == "on" else placement, "asked for")
     for name, (placement, _) in forced.items():
-        if placement.kind == "on" and placement.shard >= num_shards > 1:
-            raise ValueError(
-                f'propose: table "{name}": placement: got {placement}, wanted a device from 0 to {num_shards - 1}.'
-            )
+        _require_shard("propose", name, placement, num_shards)
     cost = {table.name: table.dim * traffic[table.name].distinct for table in tables}
     load = [0.0] * num_shards
     for name, (placement, _) in forced.items():
@@ -411,9 +417,9 @@ def _propose(
     return TableProposal(placed, traffic.keys, traffic.distinct, num_bytes, bytes_by_kind, reason)
 
 
-def _with_form(line: TableProposal, *, is_declared: bool) -> TableProposal:
-    """Chooses the exchange of a placed table's features, unless they declare it."""
-    if is_declared:
+def _with_form(line: TableProposal, declared: frozenset[str]) -> TableProposal:
+    """Chooses the exchange of a placed table's features, unless they declare bags."""
+    if line.table.name in declared:
         return dataclasses.replace(line, exchange="bags", reason=f"{line.reason}; bags declared")
     of_rows = line.wire_bytes[line.table.placement.kind]
     of_bags = line.wire_bytes.get("bags", of_rows)
@@ -426,10 +432,15 @@ def _with_form(line: TableProposal, *, is_declared: bool) -> TableProposal:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int, ...]:
+def _stores_of(lines: Sequence[TableProposal], num_shards: int) -> tuple[StoreSpec, ...]:
+    of_bags = frozenset(line.table.name for line in lines if line.exchange == "bags")
+    return specs_lib.group_into_stores([line.table for line in lines], num_shards, of_bags)
+
+
+def _bytes_per_device(lines: Sequence[TableProposal], num_shards: int) -> tuple[int, ...]:
     """Returns the bytes of the rows that each shard has when all tables are full."""
     of_shard = [0.0] * num_shards
-    for store in specs_lib.group_into_stores(tables, num_shards):
+    for store in _stores_of(lines, num_shards):
         for table in store.tables:
             num_bytes = table.capacity * row_bytes(store)
             if table.placement.kind == "on":
@@ -440,24 +451,26 @@ def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int
     return tuple(map(math.ceil, of_shard))
 
 
-def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
+def _allocated_bytes(lines: Sequence[TableProposal], num_shards: int) -> int:
     """Returns the bytes of all stores on one device, as `init` makes them."""
-    stores = specs_lib.group_into_stores(tables, num_shards)
-    return sum(sum(store_bytes(store, store.capacity).values()) for store in stores)
+    return sum(sum(store_bytes(store, store.capacity).values()) for store in _stores_of(lines, num_shards))
 
 
-def _fit(lines: Sequence[TableProposal], forced: set[str], num_shards: int, memory_bytes: int) -> list[TableProposal]:
+def _fit(
+    lines: Sequence[TableProposal], forced: set[str], declared: frozenset[str], num_shards: int, memory_bytes: int
+) -> list[TableProposal]:
     """Shards the largest replicated tables until all fit; refuses tables that never fit."""
     lines = list(lines)
     movable = [
         i for i, line in enumerate(lines) if line.table.placement == REPLICATED and line.table.name not in forced
     ]
     for i in sorted(movable, key=lambda i: -lines[i].num_bytes):
-        if _allocated_bytes([line.table for line in lines], num_shards) <= memory_bytes:
+        if _allocated_bytes(lines, num_shards) <= memory_bytes:
             return lines
         table = dataclasses.replace(lines[i].table, placement=SHARDED)
-        lines[i] = dataclasses.replace(lines[i], table=table, reason="replicated sends less, but there is no room")
-    total = _allocated_bytes([line.table for line in lines], num_shards)
+        line = dataclasses.replace(lines[i], table=table, reason="replicated sends less, but there is no room")
+        lines[i] = _with_form(line, declared)
+    total = _allocated_bytes(lines, num_shards)
     if total > memory_bytes:
         largest = sorted(lines, key=lambda line: -line.num_bytes)[:3]
         parts = ", ".join(f'"{line.table.name}" {line.num_bytes} bytes {line.table.placement}' for line in largest)

@@ -209,8 +209,8 @@ def convert(
 
     Args:
       paths: the files, in order. All of them have labels, or none has.
-      folder: where to; the three files appear when they are complete, in place of those of their names. No samples
-        make no files.
+      folder: where to; the three files appear when they are complete, in place of those of their names. A log without
+        samples makes no files.
       max_rows: the most rows to convert; None: all.
       num_threads: threads that parse.
 

@@ -1,6 +1,7 @@
 """The loop of the README under settings of JAX: x64, `disable_jit`, `transfer_guard`, strict promotion, axis types."""
 
 import contextlib
+import dataclasses
 
 import jax
 import numpy as np
@@ -90,5 +91,13 @@ def test_features_of_other_collections_of_the_same_tables_are_refused():
     for other in (declare(), more):
         with pytest.raises(ValueError, match=r"find: features: got those of a collection with other features"):
             other.find(state, features)
+    other_table = dataclasses.replace(table[0], name="other")
+    ways = [jaxsok.Collection([*table, other_table], [jaxsok.FeatureSpec("f", name)]) for name in ("t", "other")]
+    with pytest.raises(ValueError, match=r"find: features: .*'f': \('other', 'sum', False\)"):
+        ways[0].find(ways[0].init(seed=0), ways[1].batch({"f": np.array([1])}).features)
+    weighted = jaxsok.Collection(table, [jaxsok.FeatureSpec("f", "t", combiner="mean", weighted=True)])
+    of_weighted = weighted.batch({"f": jaxsok.Bags(np.array([[1, 2]]), weights=np.ones((1, 2), np.float32))}).features
+    with pytest.raises(ValueError, match=r"find: features: .*'f': \('t', 'mean', True\)"):
+        mean.find(state, of_weighted)
     same = jaxsok.Collection(table, [jaxsok.FeatureSpec("f", "t", combiner="mean", max_keys=64)])
     assert same.find(state, features)[0].keys() == {"f"}

@@ -77,6 +77,19 @@ def test_a_sample_is_counted_as_the_exchange_counts():
     assert sum(line.distinct_keys for line in proposal.lines) == num_requests.mean()
 
 
+def test_bags_that_samples_share_are_counted_on_each_device_that_uses_them():
+    """As on a mesh: four bags of ten keys, used by samples of all four devices, are forty keys of each."""
+    tables, features = specs(item=1000)
+    rng = np.random.default_rng(2)
+    inverse = np.concatenate([rng.permutation(np.arange(8) % 4) for _ in range(4)])
+    sample = {"item": Bags(np.arange(40).reshape(4, 10), inverse=inverse)}
+    (line,) = propose(tables, features, num_shards=4, sample=sample).lines
+    assert (line.keys, line.distinct_keys) == (40, 40)
+    one = Bags(np.arange(40).reshape(4, 10), inverse=np.repeat(np.arange(4), 8))  # a bag a device
+    (line,) = propose(tables, features, num_shards=4, sample={"item": one}).lines
+    assert (line.keys, line.distinct_keys) == (10, 10)
+
+
 # Costs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +237,21 @@ def test_allocated_bytes_are_those_of_init():
     assert proposal.allocated_bytes == sum(leaf.addressable_shards[1].data.nbytes for leaf in leaves)
 
 
+def test_tables_that_send_bags_have_stores_of_their_own():
+    """What is allocated, and the least memory that is accepted, are those of the collection that is proposed."""
+    tables = [TableSpec("a", 8, SGD, capacity=1000, statistics=True), TableSpec("b", 8, SGD, capacity=900)]
+    features = [FeatureSpec("a", table="a"), FeatureSpec("b", table="b")]
+    sample = {"a": np.arange(32), "b": np.arange(640).reshape(32, 20)}
+    proposal = propose(tables, features, num_shards=4, sample=sample)
+    assert [feature.exchange for feature in proposal.features] == ["rows", "bags"]
+    state = programs.over(4, proposal.tables, proposal.features).init(seed=0)
+    allocated = sum(leaf.addressable_shards[1].data.nbytes for leaf in jax.tree.leaves(state.stores))
+    assert proposal.allocated_bytes == allocated
+    assert propose(tables, features, num_shards=4, sample=sample, memory_bytes=allocated) == proposal
+    with pytest.raises(MemoryError, match=f"wanted at least {allocated}"):
+        propose(tables, features, num_shards=4, sample=sample, memory_bytes=allocated - 1)
+
+
 def test_what_does_not_fit_is_sharded_or_refused():
     tables, features = specs(day=1000, hour=500, item=20_000)
     options = {"num_shards": 4, "keys_per_step": 1000, "finds_per_step": MANY_FINDS}
@@ -250,7 +278,11 @@ def test_what_does_not_fit_is_sharded_or_refused():
         ({"num_shards": 0}, "num_shards: got 0"),
         ({"keys_per_step": None}, 'feature "item": keys_per_step: got none'),
         ({"keys_per_step": {"itme": 3}}, r"got features \['itme'\]"),
-        ({"keys_per_step": -1}, "got -1, wanted a number"),
+        ({"keys_per_step": -1}, "got -1, wanted a number, at least 0"),
+        ({"finds_per_step": np.nan}, "finds_per_step: got nan"),
+        ({"finds_per_step": -1}, "finds_per_step: got -1"),
+        ({"exchange": "bfloat16"}, "exchange: got 'bfloat16', wanted an ExchangeSpec"),
+        ({"memory_bytes": "80GB"}, "memory_bytes: got '80GB'"),
         ({"sample": {"item": np.arange(8)}}, "one of the two"),
         ({"keys_per_step": None, "sample": {"itme": np.arange(8)}}, r"wanted also \['item'\]"),
         ({"overrides": {"itme": SHARDED}}, r"got tables \['itme'\]"),
@@ -261,6 +293,34 @@ def test_what_does_not_fit_is_sharded_or_refused():
 def test_what_cannot_be_meant_is_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         propose(*specs(item=100), **{"num_shards": 4, "keys_per_step": 10, **options})
+
+
+@pytest.mark.parametrize("call", ["memory_estimate", "cache_estimate", "propose"])
+def test_devices_that_are_not_there_are_refused(call):
+    tables, features = [TableSpec("item", 8, SGD, placement=on(8))], [FeatureSpec("item", table="item")]
+    options = {"memory_estimate": {}, "cache_estimate": {"batches": []}, "propose": {"keys_per_step": 1}}[call]
+    with pytest.raises(ValueError, match=rf'{call}: table "item": placement: got on\(8\), wanted a device from 0 to 3'):
+        getattr(jaxsok, call)(tables, features=features, num_shards=4, **options)
+
+
+def test_batches_that_a_collection_refuses_are_refused():
+    """As samples, too: missing weights, features of different numbers of samples, and more keys than are declared."""
+    tables, declared = specs(item=100, user=100)
+    good = {"item": np.arange(8), "user": np.arange(8)}
+    cases = [
+        ({"weighted": True}, good, "weights: got none"),
+        ({}, good | {"item": Bags(np.arange(8), weights=np.ones(8, np.float32))}, "weights: got some"),
+        ({}, good | {"item": np.arange(4)}, "wanted one number of samples"),
+        ({"max_keys": 4}, good, "got 8 keys, wanted at most max_keys = 4"),
+    ]
+    for options, raw, message in cases:
+        features = [FeatureSpec("item", table="item", **options), declared[1]]
+        with pytest.raises(ValueError, match=message):
+            jaxsok.Collection(tables, features).batch(raw)
+        with pytest.raises(ValueError, match=message):
+            propose(tables, features, num_shards=1, sample=raw)
+        with pytest.raises(ValueError, match=message):
+            jaxsok.cache_estimate(tables, features, [raw])
 
 
 def test_unknown_tables_are_refused():
