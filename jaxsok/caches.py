@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import split
-from jaxsok.planner import check_declarations
+from jaxsok.planner import check_declarations, read_batch
 from jaxsok.printed import format_bytes, format_columns
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.types import PADDING_KEY, TIER_COUNTERS
@@ -241,7 +240,7 @@ def _keys_of(
     features: Sequence[FeatureSpec], raw: Mapping[str, Any], what: str, tables: Iterable[str]
 ) -> dict[str, np.ndarray]:
     """Reads the keys of a raw batch by table, without padding."""
-    read = split.read_batch(raw, features, what)
+    read = read_batch(raw, features, what)
     keys: dict[str, list[np.ndarray]] = {table: [np.zeros(0, np.uint64)] for table in tables}
     for feature in features:
         keys[feature.table].append(read[feature.name][0].keys.reshape(-1))

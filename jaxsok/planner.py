@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxsok import checks, specs as specs_lib, split
+from jaxsok import adapters, checks, features as features_lib, specs as specs_lib, split
 from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
 from jaxsok.printed import format_bytes, format_columns, name_devices
@@ -205,6 +205,21 @@ def check_declarations(op: str, tables: Sequence[TableSpec], features: Sequence[
             raise ValueError(f'{op}: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')
 
 
+def read_batch(
+    raw: Mapping[str, Any], features: Sequence[FeatureSpec], what: str
+) -> dict[str, tuple[features_lib.Bags, int]]:
+    """Does `split.read_bags` with all features of a raw batch; refuses what `Collection.batch` refuses."""
+    features_lib.require_features(raw, features)
+    raw = adapters.convert_features(raw, features, what)
+    features_lib.require_samples(raw, features)
+    read = {}
+    for spec in features:
+        of_feature = f'{what}: feature "{spec.name}"'
+        read[spec.name] = bags, _ = split.read_bags(spec, raw[spec.name], of_feature)
+        features_lib.require_declared(spec, bags, of_feature)
+    return read
+
+
 def _require_shard(op: str, name: str, placement: Placement, num_shards: int) -> None:
     if placement.kind == "on" and placement.shard >= num_shards > 1:
         raise ValueError(
@@ -271,7 +286,7 @@ def _measure(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sample: Mapping[str, Any], num_shards: int
 ) -> dict[str, _Traffic]:
     """Counts keys, distinct keys and bags of each table in a batch: means over the devices' parts of it."""
-    read = split.read_batch(sample, features, "propose: sample")
+    read = read_batch(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     bags_of = dict.fromkeys(parts, 0.0)
     for feature in features:

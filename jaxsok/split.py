@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxsok import adapters, checks, features as features_lib, keys as keys_lib
+from jaxsok import checks, features as features_lib, keys as keys_lib
 from jaxsok.features import Bags, Batch, Features, StoreFeatures, offsets_of
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec
@@ -105,17 +105,6 @@ def read_bags(spec: FeatureSpec, value: Any, what: str) -> tuple[Bags, int]:
     num_bags = keys.shape[0] if offsets is None else offsets.shape[0] - 1
     inverse = None if bags.inverse is None else features_lib.read_inverse(bags, num_bags, what)
     return Bags(keys, offsets=offsets, weights=weights, inverse=inverse), num_bags
-
-
-def read_batch(raw: Mapping[str, Any], features: Sequence[FeatureSpec], what: str) -> dict[str, tuple[Bags, int]]:
-    """Does `read_bags` with all features of a raw batch; refuses what `Collection.batch` refuses."""
-    features_lib.require_features(raw, features)
-    raw = adapters.convert_features(raw, features, what)
-    features_lib.require_samples(raw, features)
-    read = {spec.name: read_bags(spec, raw[spec.name], f'{what}: feature "{spec.name}"') for spec in features}
-    for spec in features:
-        features_lib.require_declared(spec, read[spec.name][0], f'{what}: feature "{spec.name}"')
-    return read
 
 
 def cut_bags(bags: Bags, first: int, last: int) -> Bags:
