@@ -555,9 +555,10 @@ class Collection:
           clock: a uint32 scalar, perhaps traced; None: `state.step`.
 
         Returns:
-          The state, how many keys were new, and how many were refused because their shard was full: call `grow` first,
-          which keeps room for so many keys more once it has seen a call. `import_table` makes room by itself. If some
-          are refused, keys that wait for admission get rows first, then others, each in their order.
+          The state, how many keys were new, and how many were refused because their shard was full, a repeated key each
+          time: call `grow` first, which keeps room for so many keys more once it has seen a call. `import_table` makes
+          room by itself. If some are refused, keys that wait for admission get rows first, then others, each in their
+          order.
 
         Raises:
           TypeError, ValueError: rows of another shape. Raised when traced.
