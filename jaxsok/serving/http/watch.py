@@ -86,7 +86,7 @@ class Watcher(Repeated):
                 left.remove(export)
                 if self._apply(model, export):
                     num_applied += 1
-                    left = self._keep_needed(model, left)
+                    left = self._keep_needed(model, left, logging.INFO)
         return num_applied
 
     def _find(self, model: str) -> list[_Export]:
@@ -106,21 +106,21 @@ class Watcher(Repeated):
                 continue
             if export is not None:
                 pending.append(export._replace(parts=export.parts & own or export.parts))  # others would be refused
-        return self._keep_needed(model, pending)
+        return self._keep_needed(model, pending, logging.WARNING)  # of late ones
 
     def _find_lacking(self, model: str, export: _Export) -> frozenset[str | None]:
         """Finds the parts of an export that no later folder has brought."""
         order = _order(export.path)
         return frozenset(part for part in export.parts if order >= self._last.get((model, part), order))
 
-    def _keep_needed(self, model: str, exports: Sequence[_Export]) -> list[_Export]:
+    def _keep_needed(self, model: str, exports: Sequence[_Export], level: int) -> list[_Export]:
         """Leaves out the exports that lack nothing, since later folders have brought all of their parts."""
         needed = []
         for export in exports:
             if self._find_lacking(model, export):
                 needed.append(export)
             else:
-                _log.warning("watch: %s stands before what model %s has; it is skipped", export.path, model)
+                _log.log(level, "watch: %s stands before what model %s has; it is skipped", export.path, model)
                 self._finish(model, export.path, "skipped")
         return needed
 
