@@ -9,9 +9,9 @@ The model, of one step, one device out of N and one table of R rows, of which th
 - SHARDED: every owner gets u / N of the requests of every device. A device sends, and gets, u (N - 1) / N lines.
 - on(d): the exchange is dense, so a device sends every owner as many lines as the most loaded one gets. Alone in its
   store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never less.
-- SHARDED with partial bags (`FeatureSpec(exchange="bags")`): every use sends a request, K (N - 1) / N of them, and B
-  bags send a sum and a gradient for each other device, B (N - 1) of both. Chosen where a sample shows that this is
-  less, and all features of the table have a combiner.
+- SHARDED with partial bags (`FeatureSpec(exchange="bags")`): every use sends its key (8 bytes, 16 with weights),
+  K (N - 1) / N of them, and B bags send a sum and a gradient for each other device, B (N - 1) of both. Chosen where a
+  sample shows that this is less, and all features of the table have a combiner.
 - REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
   evaluation sends nothing. Each device keeps R rows and moves the rows of N u lines.
 

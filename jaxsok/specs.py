@@ -359,8 +359,8 @@ class FeatureSpec:
     )
     """The form in which rows travel between shards: each distinct row of a shard's batch, or the sum of a bag over the
     rows of each owner. "bags" needs a combiner, and is the same for all features of a table. It sends less where the
-    bags of a shard times the shards are fewer than its distinct keys, and rows are long against the 16 bytes of a use;
-    `propose` counts. It has no effect on one device and on replicated tables."""
+    bags of a shard times the shards are fewer than its distinct keys, and rows are long against the 8 bytes of a use
+    (16 with weights); `propose` counts. It has no effect on one device and on replicated tables."""
 
     def __post_init__(self) -> None:
         _name("FeatureSpec", self.name)
