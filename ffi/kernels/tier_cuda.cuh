@@ -55,7 +55,7 @@ struct AheadArea {
   char* leaving_records;     // [MostAhead][host_bytes], as listed
 };
 
-/// Blocks of which no two need the same multiprocessor, so that those which move records ahead find some without any.
+/// Returns the number of blocks, one on each multiprocessor, that leave some free for those that move records ahead.
 inline int BlocksBesidesAhead() { return std::max(1, NumMultiprocessors() - 2 * kAheadBlocks); }
 
 /// Waits until a job that was started ahead has ended; `job` is &Jobs::num_begun for all of them. All threads of a

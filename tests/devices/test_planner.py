@@ -238,7 +238,7 @@ def test_allocated_bytes_are_those_of_init():
 
 
 def test_tables_that_send_bags_have_stores_of_their_own():
-    """What is allocated, and the least memory that is accepted, are those of the collection that is proposed."""
+    """The bytes that are claimed, and the least memory that is accepted, are those of the proposed collection."""
     tables = [TableSpec("a", 8, SGD, capacity=1000, statistics=True), TableSpec("b", 8, SGD, capacity=900)]
     features = [FeatureSpec("a", table="a"), FeatureSpec("b", table="b")]
     sample = {"a": np.arange(32), "b": np.arange(640).reshape(32, 20)}

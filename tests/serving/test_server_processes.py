@@ -201,6 +201,7 @@ def test_front_ends_that_have_ended_leave_nothing():
             os.kill(first, signal.SIGKILL)
             wait_until(lambda first=first: first not in found.pids and len(found.pids) == 2)
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        assert len(found.pids) == 2
 
 
 def test_a_lost_connection_is_made_again(monkeypatch):

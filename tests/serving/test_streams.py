@@ -308,6 +308,7 @@ def test_redis_comes_back_with_a_clock_behind(tmp_path):
             for _ in range(2):
                 training.publish()
                 wait_until(lambda: serves(session, training))
+            assert session.stats()["is_following"] and session.models["dlrm"].version == 4
 
 
 def test_a_trimmed_stream_asks_for_a_full_export(url, tmp_path, caplog):

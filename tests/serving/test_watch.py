@@ -248,7 +248,7 @@ def versions_of(session):
 
 
 def test_what_only_a_refused_folder_replaces_is_applied(tmp_path):
-    """Of three that appear together the last is refused; the first, which it would have replaced, is applied."""
+    """Three appear together, and the last is refused: the first, which it would have replaced, is applied."""
     session, watcher, seen = opened(tmp_path)
     write(tmp_path / "watched/1/user", rows_of(range(4), 2, 1))
     write(tmp_path / "watched/2/item", rows_of(range(4), 2, 2))

@@ -177,10 +177,8 @@ def require_interval(interval_s: float) -> float:
 
 
 def _order(path: pathlib.Path) -> _Order:
-    return [
-        (int(part), "") if part.isascii() and part.isdigit() else (-1, part)
-        for part in re.split(r"([0-9]+)", path.name)
-    ]
+    parts = re.split(r"([0-9]+)", path.name)  # text and digits in turn
+    return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)]
 
 
 def _is_hps(path: pathlib.Path) -> bool:
@@ -205,9 +203,9 @@ def _read_export(path: pathlib.Path) -> _Export | None:
             return _Export(path, "delta", parts | {""})  # damaged: the session will refuse it
         kind = "delta" if manifest["kind"] == "delta" else "full"
         return _Export(path, kind, parts | manifest["tables"].keys())
-    hps = (
-        {""} if _is_hps(tables) else {folder.name for folder in tables.iterdir() if _is_hps(folder)}
-    )  # "": the only one
+    hps = {folder.name for folder in tables.iterdir() if _is_hps(folder)}
+    if _is_hps(tables):
+        hps = {""}  # the only table of its model
     if hps or (tables == path and (dense / MODEL).is_file()):
         return _Export(path, "full", parts | hps)
     return None
