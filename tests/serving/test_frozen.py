@@ -505,6 +505,12 @@ def test_initial_rows_that_cannot_be_served_are_refused(name):
     assert freeze(collection, state, defaults=0.5).tables["item"].default == 0.5
 
 
+@pytest.mark.parametrize("default", [1e39, -1e39, np.inf, np.nan])
+def test_defaults_that_float32_does_not_hold_are_refused(default):
+    with pytest.raises(ValueError, match='FrozenTable "a": default: got'):
+        FrozenTable("a", dim=1, default=default)
+
+
 def test_initial_rows_and_a_default_are_refused():
     rows = jaxsok.initializers.InitialRows(jaxsok.initializers.uniform(), "a", 0)
     with pytest.raises(ValueError, match=r"default: got 1\.0 with initial rows"):
