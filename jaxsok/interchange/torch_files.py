@@ -9,6 +9,7 @@ import dataclasses
 import io
 import math
 import mmap
+import os
 import pathlib
 import pickle
 import struct
@@ -50,11 +51,28 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
-class _Mapped(mmap.mmap):
-    """A file up to the end of an archive, which zipfile finds from there: others may lie before it."""
+class _Part(io.RawIOBase):
+    """A part of a mapped file, as a file of its own: zipfile would see what lies before an archive, too."""
 
-    def seekable(self) -> bool:  # Python's own has it since 3.13
+    def __init__(self, content: memoryview):
+        super().__init__()
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, (0, self._at, len(self._content))[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +113,8 @@ class Tensor:
     def _open(self, sizes: tuple[int, ...], path: pathlib.Path, begin: int, end: int) -> np.ndarray:
         try:
             with open(path, "rb") as file:
-                mapped = _Mapped(file.fileno(), end, access=mmap.ACCESS_READ)
-            with zipfile.ZipFile(mapped) as archive:
+                content = memoryview(mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ))[begin:]
+            with zipfile.ZipFile(_Part(content)) as archive:
                 entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 made = _Unpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
                 is_big = "byteorder" in entries and archive.read(entries["byteorder"]) == b"big"
@@ -105,8 +123,8 @@ class Tensor:
             if made.origin != "torch._utils._rebuild_tensor_v2" or entry.compress_type != 0 or shape != sizes:
                 raise ValueError(f"{made.origin} of shape {shape}, stored in the way {entry.compress_type}")
             first = entry.header_offset + 30
-            first += sum(struct.unpack("<HH", mapped[first - 4 : first]))  # its name and its extra field
-            numbers = np.frombuffer(mapped, dtype, entry.file_size // dtype.itemsize, first)[offset:]
+            first += sum(struct.unpack("<HH", content[first - 4 : first]))  # its name and its extra field
+            numbers = np.frombuffer(content, dtype, entry.file_size // dtype.itemsize, first)[offset:]
             last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
             if min((offset, *strides)) < 0 or last >= len(numbers):
                 raise ValueError(f"strides {strides} for {len(numbers)} numbers")

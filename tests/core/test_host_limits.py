@@ -131,7 +131,7 @@ def test_processes_of_a_host_divide_its_memory(root, tmp_path):
 def test_all_processes_compute_the_same_share(monkeypatch):
     """The least of the values that processes read, at different times, counts."""
     mine, other = ([HostLimit("MemAvailable", num_bytes, "host")] for num_bytes in (1000, 900))
-    mesh = jax.make_mesh((2,), ("data",))
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     asked = []
 
     def gather(topic, message):

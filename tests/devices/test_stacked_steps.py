@@ -13,10 +13,12 @@ import pytest
 from compiled_cases import addresses, table_copies
 from jax.sharding import AxisType
 from test_joined_steps import BAGS, bags_of_three, rectangular
-from test_pipeline import GRADIENTS, NUM_SHARDS, collection, even, make_skewed
+from test_pipeline import GRADIENTS, NUM_SHARDS, TABLES, collection, even, make_skewed
 
 import jaxsok
 from jaxsok.pipeline import PLANS_AHEAD
+
+DECLARED = TABLES, BAGS  # those of `rectangular`, which needs several devices
 
 
 def step_of(declared, state, batch, plan):
@@ -93,9 +95,6 @@ def test_no_bit_changes(num_shards, options, axis_type):
     _, lengths, in_flight = assert_same(declared, [bags_of_three(step) for step in range(8)], 3, **options)
     assert lengths == [3, 3, 2]
     assert in_flight == ([1, 1, 0] if "lookahead" in options else [0, 0, 0])
-
-
-DECLARED = [list(rectangular().tables), list(rectangular().features)]
 
 
 @pytest.mark.parametrize("num_shards", [None, 2])

@@ -633,7 +633,7 @@ def test_scans_over_steps(mode):
 
 
 def test_scans_look_up_ahead(mode):
-    """`jaxsok.scan` over the split state of model and optimizer gives the bits of a loop over batches."""
+    """`jaxsok.scan` over the split state of model and optimizer does what a loop does, on a CPU to the bit."""
     collection = cases.one_device()
 
     @nnx.jit
@@ -666,7 +666,10 @@ def test_scans_look_up_ahead(mode):
         assert in_flight == ([1, 1, 0] if options else [0] * 6)
         exports = [collection.export_table(state_of(declared[0]), spec.name) for spec in collection.tables]
         runs.append((losses, [(each["keys"], each["rows"]) for each in exports]))
-    jax.tree.map(np.testing.assert_array_equal, *runs)
+    if jax.default_backend() == "cpu":
+        jax.tree.map(np.testing.assert_array_equal, *runs)
+    else:  # XLA fuses the sums of the two programs in different ways
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *runs)
 
 
 # Several lookups --------------------------------------------------------------------------------------------------
