@@ -5,7 +5,7 @@ Workload: W1's tables (26 x 64 floats, rowwise Adagrad) with 256 to 4,096 sample
 Limit:    the later of two: the bytes at the bandwidth of a copy, and as many kernels without work as the program
           launches (a CUDA graph of them, by CuPy). Compared with the dispatch of an empty jitted program.
 Command:  `python -m jaxsok bench --only small`
-Last result: docs/performance.md (H200, commit 3ba843f4).
+Last result: docs/performance.md (H200, commit c40a9abc).
 
 "Dispatched" is one program a step, back to back: what a serving or training loop sees. "On the device" is a step of one
 program that runs several of them, unrolled: the host dispatches once for all. "Forward + update" takes the gradients of
