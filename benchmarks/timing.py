@@ -294,16 +294,6 @@ class Step:
         return summary(samples, count), carry
 
 
-def time_once(function: Callable[[], Any], repetitions: int) -> Timing:
-    """Measures the wall time of a host function that waits for its own result, one call a repetition."""
-    samples = []
-    for _ in range(repetitions):
-        begin = time.perf_counter()
-        function()
-        samples.append((time.perf_counter() - begin) * 1e3)
-    return summary(samples, 1)
-
-
 def list_launched(function: Callable[[], Any], num_steps: int) -> dict[str, tuple[float, float]]:
     """Returns the kernels that ran on the device, by JAX's profiler, the longest first.
 
