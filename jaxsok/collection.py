@@ -303,6 +303,7 @@ class Collection:
 
         While lookups are in flight the state has them (`state.ahead`): `lookup`, `update` and `grow` go on with them,
         other operations raise a ValueError until the state is drained (`drain`), as it is after the last batch.
+        `num_rows` and `cache_stats` count them.
 
         Example:
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):

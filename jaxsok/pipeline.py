@@ -524,12 +524,12 @@ class Pipeline:
 
     def _sizes_of(self, features: Features, what: str) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
+        if layouts not in self._layouts_met or len(self._layouts_met) > 1:  # of several, others may have another one
+            parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
+            self._meet(f"{what}, with (bags, keys) {parts} for a shard")
+            self._layouts_met.add(layouts)
         if layouts != self._sizes.layouts:
             pairs = list(zip(self._collection.stores, features.stores, strict=True))
-            if layouts not in self._layouts_met:
-                parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
-                self._meet(f"{what}, with (bags, keys) {parts} for a shard")
-                self._layouts_met.add(layouts)
             default = [default_send_capacity(*pair) for pair in pairs]
             self._collection.growth.record_features([features])
             self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])

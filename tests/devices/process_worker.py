@@ -296,7 +296,7 @@ def do_job(job, number, num_processes, folder):
 
 
 def uneven(mesh, job, number):
-    """Trains on batches of which the second process has fewer, or whose last one is smaller there."""
+    """Trains on batches of which the second process has fewer, or one that is smaller there."""
     from jaxsok import processes
 
     processes.POLL_S = 1
@@ -310,6 +310,8 @@ def uneven(mesh, job, number):
     state, sizes = collection.init(seed=0), [8, 8, 8, 8]
     if number == 1:
         sizes = {"uneven batches": sizes[:3], "uneven samples": [*sizes[:3], 4]}.get(job, sizes)
+    if job == "uneven later":
+        sizes = [8, 4, 8 >> number, 8]
 
     def read():
         for size in sizes:
