@@ -18,7 +18,7 @@ namespace {
 
 constexpr char kManifest[] = "frozen.json", kFormat[] = "jaxsok-frozen";
 constexpr uint64_t kVersion = 1;
-constexpr uint64_t kMostManifestBytes = 64 << 20;  // a table takes about 200 bytes
+constexpr uint64_t kMostManifestBytes = 8 << 20;  // a table takes about 200 bytes, and up to 50 times as many in memory
 constexpr char kRemedy[] = "; the folder is damaged: write it again with `python -m jaxsok freeze`, or use a copy.";
 
 // Checksums ---------------------------------------------------------------------------------------------------

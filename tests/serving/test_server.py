@@ -383,7 +383,7 @@ REFUSED = {
     "other digits": (LOOKUP, JSON, '{"keys": {"user": ["٣"]}}'.encode(), *BAD, "digits"),
     "65 bits": (LOOKUP, JSON, b'{"keys": {"user": [18446744073709551616]}}', *BAD, "64 bits"),
     "-65 bits": (LOOKUP, JSON, b'{"keys": {"user": ["-9223372036854775809"]}}', *BAD, "64 bits"),
-    "9,000 digits": (LOOKUP, JSON, b'{"keys":{"user":[' + b"9" * 9000 + b"]}}", *BAD, "no JSON"),
+    "9,000 digits": (LOOKUP, JSON, b'{"keys":{"user":[' + b"9" * 9000 + b"]}}", *BAD, "of thousands of digits"),
     "NaN": (LOOKUP, JSON, b'{"keys": {"user": [NaN]}}', *BAD, "NaN, which is no JSON"),
     "ragged": (LOOKUP, JSON, b'{"keys": {"user": [[1, 2], [3]]}}', *BAD, "one length, got 1 and 2"),
     "two depths": (LOOKUP, JSON, b'{"keys": {"user": [[1], 2]}}', *BAD, "one depth"),
@@ -913,6 +913,23 @@ def test_the_libraries_of_the_format_read_it():
             np.testing.assert_array_equal(found[name], array)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        'application/json; x="' + ";" * 60_000,
+        f"application/json; charset*{'1' * 5000}=utf-8",
+        "application/json; charset*=utf-8''utf-8; charset*0=utf",
+        "application/json; charset*=%00''41",
+    ],
+    ids=["long", "digits", "mixed", "zero"],
+)
+def test_crafted_content_types_are_of_no_format(header):
+    """The standard library's parser takes seconds for the first one, and raises for the others."""
+    start = time.process_time()
+    assert wire.media_type_of(header) is None
+    assert time.process_time() - start < 0.1
+
+
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
@@ -1373,6 +1390,49 @@ def test_clients_that_do_not_read_are_cut_off(large):
                     num_bytes += len(part)
             assert num_bytes < 1 << 24, "the connection ended before the response did"
             assert is_well(client) and found.app.held.num_bytes == 0
+
+
+def raw_line(address):
+    """Opens a connection whose client takes little at a time."""
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    host, port = address.removeprefix("http://").split(":")
+    line.connect((host, int(port)))
+    line.settimeout(5)
+    return line
+
+
+def connections_of(found):
+    """Returns the connections that a server holds."""
+    return len(found.server_state.connections)
+
+
+def test_the_end_of_a_response_that_nobody_reads_is_cut_off():
+    """The last bytes of a response lie in the server's buffer when it is sent; its connection ends all the same."""
+    options = {"send_timeout_s": 0.5, "keep_alive_s": 0.2}
+    body = json.dumps({"keys": {"user": [7] * 10_000}}).encode()
+    head = f"POST {LOOKUP} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with cases.serving(cases.Session(), **options) as found, raw_line(found.address) as line:
+        line.sendall(head.encode() + body)
+        wait_until(lambda: found.app.held.num_requests == 0 and connections_of(found) == 1)
+        wait_until(lambda: connections_of(found) == 0, 10)
+
+
+def test_pages_that_nobody_reads_are_cut_off():
+    """Also those that are not the models'."""
+    with cases.serving(cases.Session(), send_timeout_s=0.5, keep_alive_s=0.5) as found, raw_line(found.address) as line:
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                line.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+                time.sleep(3e-3)  # few of them wait at a time
+        with httpx.Client(base_url=found.address) as client:
+            wait_until(lambda: cases.samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] >= 1)
+        wait_until(lambda: connections_of(found) == 0, 10)
+
+
+def test_a_connection_without_a_request_is_closed():
+    with cases.serving(cases.Session(), keep_alive_s=0.3) as found, raw_line(found.address) as line:
+        assert line.recv(1) == b""
 
 
 def test_little_of_a_response_is_on_its_way(large, monkeypatch):

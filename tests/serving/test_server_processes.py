@@ -269,6 +269,16 @@ def test_a_signal_ends_all_processes_in_order(to_all):
     assert process.returncode == 0 and output == "ended\n"
 
 
+def test_a_folder_whose_name_is_too_long_for_sockets(tmp_path):
+    """Sockets of Unix have at most 107 characters."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    code = "from jaxsok.serving.http import processes; processes.prepare()"
+    environment = {**os.environ, "TMPDIR": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(single.ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert f"OSError: serve: TMPDIR: got {folder}: AF_UNIX path too long; wanted a folder" in done.stderr
+
+
 def test_front_ends_that_cannot_start_are_reported(monkeypatch):
     async def refuse(self, reader, writer):
         writer.close()

@@ -61,7 +61,12 @@ def prepare() -> None:
     """Starts the process from which front ends are forked, in the background; it has no device and no threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    multiprocessing.forkserver.ensure_running()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except OSError as error:  # of its socket, which lies there
+        raise OSError(
+            f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted a folder to write to, with a short name."
+        ) from None
 
 
 def bind(host: str, port: int, num_processes: int) -> list[socket.socket]:

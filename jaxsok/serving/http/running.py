@@ -45,11 +45,12 @@ def address_of(where: socket.socket, scheme: str = "http") -> str:
 class _Protocol(HttpToolsProtocol):
     """Bounds the head of a request, refuses in the form of the application, and lets that cut a connection off.
 
-    A client that does not read would hold its response for ever.
+    A client that does not read would hold its response for ever, and one that sends nothing its connection.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, send_timeout_s: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._send_timeout_s = send_timeout_s
         self._refusal: Refusal | None = None  # the connection's last response
         self._running: Any = None  # uvicorn's record of the request that is being answered
         self._is_upgrade = False  # whether this head asks for another protocol, and is read again without that
@@ -69,6 +70,7 @@ class _Protocol(HttpToolsProtocol):
             await app(scope, receive, send)
 
         self.app = call
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the request that is being answered; uvicorn tells the last one that was read."""
@@ -145,28 +147,31 @@ class _Protocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             if self.cycle.response_started:
-                self.transport.close()
+                self.timeout_keep_alive_handler()
             else:
                 self._refuse(self._refusal)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._end_tls()
+        self._end()
         if self._refusal is not None and self.cycle.response_complete and not self.transport.is_closing():
             self._refuse(self._refusal)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._end_tls()
+        self._end()
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._end_tls()
+        self._end()
 
-    def _end_tls(self) -> None:
-        """Ends a closed connection whose client does not answer the end of TLS: idle ones of pools do not for 30 s."""
-        if self.scheme == "https" and self.transport.is_closing():
-            self.loop.call_later(DISCARD_S, self._abort_if_sent)
+    def _end(self) -> None:
+        """Ends a closed connection whose client does not read, or answer the end of TLS: idle ones of pools do not."""
+        if self.transport.is_closing():
+            if self.transport.get_write_buffer_size():
+                self.loop.call_later(self._send_timeout_s, self.transport.abort)
+            if self.scheme == "https":
+                self.loop.call_later(DISCARD_S, self._abort_if_sent)
 
     def _abort_if_sent(self) -> None:
         if not self.transport.get_write_buffer_size():
@@ -204,7 +209,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             self._asgi,
             interface="asgi3",
-            http=_Protocol,
+            http=functools.partial(_Protocol, app.options.send_timeout_s),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="on",
             log_config=None,
@@ -221,22 +226,26 @@ class Server(uvicorn.Server):
     async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
         """Calls the application for clients that may ask; while it stops, each response closes its connection."""
 
-        async def send_and_close(message: Any) -> None:
+        async def send_in_time(message: Any) -> None:
             if message["type"] == "http.response.start" and self.app.is_stopping:
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            await send(message)
+            try:
+                async with asyncio.timeout(self.app.options.send_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                await self.app.cut_off(scope)
 
         if scope["type"] != "http":
             return await self.app.asgi(scope, receive, send)
         refusal = self._security.refusal_of(scope)
         if refusal is None:
-            return await self.app.asgi(scope, receive, send_and_close)
+            return await self.app.asgi(scope, receive, send_in_time)
         request = Request(scope, receive)
         if "100-continue" not in request.headers.get("expect", "").lower():  # else the client has not sent its body
             await discard(request, self.app.options)
         response = make_response(refusal)
         self.app.metrics.add(("", ""), response.status_code, 0.0, 0, len(response.body))
-        await response(scope, receive, send)
+        await response(scope, receive, send_in_time)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         super().run(sockets or [self._where])
@@ -287,7 +296,7 @@ class Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         tls = {} if self.config.ssl is None else {"ssl": self.config.ssl, "ssl_handshake_timeout": DISCARD_S}
-        make = functools.partial(_Protocol, self.config, self.server_state, self.lifespan.state)
+        make = functools.partial(self.config.http_protocol_class, self.config, self.server_state, self.lifespan.state)
         accepted = (loop.connect_accepted_socket(make, connection, **tls) for connection in waiting)
         await asyncio.gather(*accepted, return_exceptions=True)  # of clients that have left
 

@@ -243,12 +243,16 @@ class App:
                     limit.reschedule(min(until, loop.time() + self.options.send_timeout_s))
                     await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
         except TimeoutError:
-            self.metrics.unread.inc()
-            abort = request.scope.get("extensions", {}).get(ABORT)
-            if abort is None:
-                raise
-            abort()
-            await asyncio.sleep(0)  # lets the protocol run
+            await self.cut_off(request.scope)
+
+    async def cut_off(self, scope: Scope) -> None:
+        """Closes the connection of a request whose client has not read in time."""
+        self.metrics.unread.inc()
+        abort = scope.get("extensions", {}).get(ABORT)
+        if abort is None:
+            raise TimeoutError("The client does not read.")
+        abort()
+        await asyncio.sleep(0)  # lets the protocol run
 
     async def _ask(self, kind: Lookups | Predictions, request: _Request) -> Response:
         model, options = self._model(request, kind.op), self.options

@@ -26,6 +26,7 @@ from jaxsok.serving.errors import RequestError, RequestTooLargeError
 TENSORS = "application/vnd.jaxsok.v1+safetensors"
 MEDIA_TYPES = {"json": "application/json", "tensors": TENSORS}
 _FORMATS: dict[str | None, str] = {media_type: given for given, media_type in MEDIA_TYPES.items()}
+_MOST_CONTENT_TYPE = 256  # characters; the parser takes quadratic time for some headers
 
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
@@ -86,8 +87,10 @@ def _parse_object(text: bytes, what: str, part: str, wanted: str) -> dict[str, A
         raise
     except RecursionError:
         raise RequestError(f"{what}: got JSON nested too deeply; lists may have {MAX_NDIM} levels.") from None
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"{what}: {part} is no JSON: {error}; wanted {wanted}.") from None
+    except ValueError:  # of Python's own limit
+        raise RequestError(f"{what}: {part}: got an integer of thousands of digits, wanted {wanted}.") from None
     if not isinstance(found, dict):
         raise RequestError(f"{what}: {part}: got a JSON {_kind(found)}, wanted {wanted}.")
     return found
@@ -360,11 +363,15 @@ def media_type_of(content_type: str | None) -> str | None:
     """Finds the format that a Content-Type names; None: neither."""
     if (given := _FORMATS.get(content_type)) is not None:  # without more, as most clients write it
         return given
-    header = email.message.Message()
-    header["Content-Type"] = content_type or ""
-    if header.get_content_charset("utf-8") not in ("utf-8", "utf8"):
+    if content_type is None or len(content_type) > _MOST_CONTENT_TYPE:
         return None
-    return _FORMATS.get(header.get_content_type())
+    header = email.message.Message()
+    try:
+        header["Content-Type"] = content_type
+        charset = header.get_content_charset("utf-8")
+    except (TypeError, ValueError):  # of parameters as no client writes them
+        return None
+    return _FORMATS.get(header.get_content_type()) if charset in ("utf-8", "utf8") else None
 
 
 def choose_format(accept: str | None, default: str) -> str | None:
