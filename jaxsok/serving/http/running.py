@@ -233,7 +233,7 @@ class Server(uvicorn.Server):
                 async with asyncio.timeout(self.app.options.send_timeout_s):
                     await send(message)
             except TimeoutError:
-                await self.app.cut_off(scope)
+                await self.app.cut_off(scope)  # this server lets it
 
         if scope["type"] != "http":
             return await self.app.asgi(scope, receive, send)

@@ -243,16 +243,17 @@ class App:
                     limit.reschedule(min(until, loop.time() + self.options.send_timeout_s))
                     await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
         except TimeoutError:
-            await self.cut_off(request.scope)
+            if not await self.cut_off(request.scope):
+                raise
 
-    async def cut_off(self, scope: Scope) -> None:
-        """Closes the connection of a request whose client has not read in time."""
+    async def cut_off(self, scope: Scope) -> bool:
+        """Closes the connection of a request whose client has not read in time; returns whether its server lets it."""
         self.metrics.unread.inc()
         abort = scope.get("extensions", {}).get(ABORT)
-        if abort is None:
-            raise TimeoutError("The client does not read.")
-        abort()
-        await asyncio.sleep(0)  # lets the protocol run
+        if abort is not None:
+            abort()
+            await asyncio.sleep(0)  # lets the protocol run
+        return abort is not None
 
     async def _ask(self, kind: Lookups | Predictions, request: _Request) -> Response:
         model, options = self._model(request, kind.op), self.options
