@@ -535,19 +535,19 @@ class Pipeline:
             self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])
         return self._sizes
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, what: str, but: str = "") -> ValueError | None:
         """Sees to it that other processes are as far, and have batches of the same form."""
-        if self._collection.shards.num_processes > 1:
-            processes.meet("pipeline", what)
+        return processes.meet("pipeline", what, but) if self._collection.shards.num_processes > 1 else None
 
     def _meet_at_end(self) -> None:
-        """Does so where there is no further batch; what is raised is raised in its turn, in all processes."""
-        error, end = self._failed, f"no batch after {self._num_dispatched}"
-        try:
-            self._meet(end if error is None else f"{end}, but {type(error).__name__}: {error}")
-        except ValueError as differs:
-            self._failed = error or differs
-        self._has_ended = True
+        """Does so where there is no further batch. What a reader has raised is raised in its turn, in all processes.
+
+        With other numbers of batches none may go on: its collectives would be others.
+        """
+        error = self._failed
+        but = "" if error is None else f"{type(error).__name__}: {error}"
+        differs = self._meet(f"no batch after {self._num_dispatched}", but)
+        self._failed, self._has_ended = error or differs, True
 
     def _plan_left(self) -> None:
         """Plans the batch whose plan was left to a step, if no step has made it."""

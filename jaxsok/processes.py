@@ -107,17 +107,19 @@ def _read(client: Any, key: str, tell: Callable[[], None] = lambda: None) -> str
                 tell()
 
 
-def meet(op: str, what: str) -> None:
+def meet(op: str, what: str, but: str = "") -> ValueError | None:
     """Raises ValueError in every process if they come here with something else; the log says whom one waits for.
 
-    A process that does not come, because its data go on otherwise, waits for this one in a collective: for ever.
+    If only `but` is another, the error is returned. A process that does not come, because its data go on otherwise,
+    waits for this one in a collective: for ever.
     """
     if jax.process_count() == 1:
-        return
+        return None
     global _num_met
     client, number, own, others = _client(), _num_met, jax.process_index(), []
+    all_of_it, error = f"{what}, but {but}" if but else what, None
     # After a Ctrl-C this is done again, under the same number.
-    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{what}", allow_overwrite=True)
+    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{all_of_it}", allow_overwrite=True)
     client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
     for process in range(jax.process_count()):
         tell = functools.partial(
@@ -131,11 +133,14 @@ def meet(op: str, what: str) -> None:
         others.append(_read(client, f"jaxsok/meet/{number}/{process}", tell)[1:])
     _num_met = number + 1
     for process, other in enumerate(others):
-        if other != what:
-            raise ValueError(
-                f"{op}: batches: got {what} in process {own} and {other} in process {process}, wanted the same in all "
-                f"{jax.process_count()}; give them as many batches, of as many samples (pad_to)."
+        if other != all_of_it:
+            error = ValueError(
+                f"{op}: batches: got {all_of_it} in process {own} and {other} in process {process}, wanted the same in "
+                f"all {jax.process_count()}; give them as many batches, of as many samples (pad_to)."
             )
+            if other != what and not other.startswith(f"{what}, but "):
+                raise error
+    return error
 
 
 _num_met = 0
