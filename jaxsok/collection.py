@@ -1019,8 +1019,8 @@ class Collection:
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """Checks the plans and gradients of an op; returns them as lists of one length."""
-        plans = list(plan) if isinstance(plan, Iterable) else [plan]
-        is_one = isinstance(gradients, Mapping) or not isinstance(gradients, Iterable)
+        plans = list(plan) if isinstance(plan, Iterable) and not isinstance(plan, Mapping) else [plan]
+        is_one = isinstance(gradients, Mapping) or hasattr(gradients, "shape") or not isinstance(gradients, Iterable)
         grads = [gradients] if is_one else list(gradients)
         if not plans or len(plans) != len(grads):
             raise ValueError(

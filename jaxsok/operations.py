@@ -496,7 +496,8 @@ def _word(what: str, value: Any) -> Any:
     """Converts to a uint32 scalar; `what` names the operation and its argument."""
     if isinstance(value, (jax.Array, np.ndarray)):
         if value.shape != () or value.dtype != np.uint32:
-            raise TypeError(f"{what}: got {value.dtype}{list(value.shape)}, wanted an integer or a uint32 scalar.")
+            got = f"{value.dtype}{list(value.shape)}"
+            raise TypeError(f"{what}: got {got}, wanted an integer of Python or a uint32 scalar, as np.uint32 makes.")
         return jnp.asarray(value)
     return jnp.uint32(checks.integer(what, value, 0, 2**32 - 1, "0 to 2**32 - 1", "an integer or a uint32 scalar"))
 

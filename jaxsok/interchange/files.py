@@ -438,7 +438,7 @@ def import_all(
         if read.dim != spec.dim:
             raise ValueError(f'{op}: table "{table}": got rows of dim {read.dim} in the file, wanted {spec.dim}.')
         states = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
-        if not read.states.items() <= states.items():
+        if read.states and dict(read.states) != states:
             raise ValueError(
                 f'{op}: table "{table}": got optimizer state {dict(read.states)} in the file, wanted {states}, as '
                 f"{spec.optimizer.name} has it; pass with_state=False for rows alone."

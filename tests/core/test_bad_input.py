@@ -532,6 +532,7 @@ ONES = np.ones((2, DIM), np.float32)
         (ValueError, {"user": ONES, "friend": ONES[None]}, ("friend", "1,2,4")),
         (TypeError, {"user": ONES, "friend": ONES.astype(np.int32)}, ("friend", "int32")),
         (TypeError, [ONES, ONES, ONES], ()),
+        (TypeError, ONES, ("wantedadictofarraysbyfeature",)),
     ],
 )
 def test_gradients(two_features, step, kind, gradients, parts):
@@ -563,6 +564,8 @@ def test_update_needs_a_plan_of_a_lookup(two_features, step):
     gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
     with raises(TypeError, "update", "plan", "lookup"):
         two_features.update(state, ahead, gradients)
+    with raises(TypeError, "update", "plan: got dict"):  # embeddings in its place
+        two_features.update(state, gradients, ahead)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rows in Redis and RocksDB: HPS's layout to the byte, a dict as the oracle, servers that hang, die and come back."""
 
+import concurrent.futures
 import contextlib
 import importlib
 import itertools
@@ -365,6 +366,28 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_declared(redis, server
             redis(timeout_s=0.1)
     check(patient, "user", [1], {1: rows_for([1], 4)[0]})
     assert hurried.num_rows("user") == 1
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, server, tmp_path):
+    """Twenty calls share five connections. With rows on the disk only one call asks again, once in a while."""
+    with contextlib.closing(rocks_at(tmp_path / "rocks")) as persistent:
+        tiers = Tiers(redis(timeout_s=1.0), persistent)
+        rows = tiers.both if has_disk else tiers.volatile
+        rows.insert("user", u64(1), rows_for([1], 4))
+        times = []
+
+        def fetch(_):
+            start = time.monotonic()
+            try:
+                check(rows, "user", [1], {1: rows_for([1], 4)[0]})
+            except DatabaseError:
+                assert not has_disk
+            times.append(time.monotonic() - start)
+
+        with server.frozen(), concurrent.futures.ThreadPoolExecutor(20) as threads:
+            list(threads.map(fetch, range(40)))
+        assert len(times) == 40 and max(times) < 2.5
 
 
 def test_a_node_that_hangs(cluster):

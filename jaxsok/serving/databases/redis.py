@@ -49,6 +49,7 @@ class RedisDatabase(Database):
         super().__init__(config.max_batch_size)
         self._config = config
         self._places = threading.BoundedSemaphore(config.num_node_connections)
+        self._hung_at = 0.0  # when a call has waited in vain last
         options: dict[str, Any] = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
         if config.password:  # else HPS sends no name either
             options |= {"username": config.user_name, "password": config.password}
@@ -151,14 +152,29 @@ class RedisDatabase(Database):
         return self._call(pipeline.execute) if commands else []
 
     def _call(self, run: Callable[[], Any]) -> Any:
-        with self._places:
-            try:
-                return run()
-            except (redis.RedisError, RedisClusterException, OSError) as error:
-                raise DatabaseError(
-                    f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
-                    f"wanted answers in {self._config.timeout_s:g} s; see that its servers run, then try again."
-                ) from error
+        """Runs a call as soon as there is a connection for it; time-outs hold for that, too."""
+        began = time.monotonic()
+        has_place = self._places.acquire(timeout=self._config.timeout_s)
+        # After calls that had no answer, for which this one has waited, it would wait as long again.
+        late = (
+            redis.TimeoutError("calls before this one had no answer")
+            if began < self._hung_at or not has_place
+            else None
+        )
+        try:
+            if late is not None:
+                raise late
+            return run()
+        except (redis.RedisError, RedisClusterException, OSError) as error:
+            if late is None and isinstance(error, redis.TimeoutError | TimeoutError):
+                self._hung_at = time.monotonic()
+            raise DatabaseError(
+                f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
+                f"wanted answers in {self._config.timeout_s:g} s; see that its servers run, then try again."
+            ) from error
+        finally:
+            if has_place:
+                self._places.release()
 
 
 def partition_of(keys: np.ndarray, num_partitions: int) -> np.ndarray:
@@ -190,7 +206,9 @@ def _connect(nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
     """Connects to the first node that answers, and to its cluster, if it is in one."""
     for number, (host, port) in enumerate(nodes, 1):
         try:
-            server = redis.Redis(host, port, retry=Retry(NoBackoff(), 1), **options)
+            # A connection that was lost is made again; a server that does not answer is not asked twice.
+            retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
+            server = redis.Redis(host, port, retry=retry, **options)
             if not server.info("cluster")["cluster_enabled"]:
                 return server
             server.close()

@@ -7,6 +7,7 @@ A table is a set of values by key, named "hps_et.<model>.<table>". A key has 8 b
 import abc
 import functools
 import logging
+import math
 import threading
 import time
 import types
@@ -101,12 +102,18 @@ class DatabaseRows(RowSource):
         missing = np.flatnonzero(self._fit(keys))
         *first, last = self._databases
         for database in first:
-            if time.monotonic() < self._shared.skip_until:
+            until = self._shared.skip_until
+            if time.monotonic() < until:
                 continue
+            if until:  # one call asks whether it answers again; meanwhile the others do without
+                self._shared.skip_until = math.inf
             try:
                 self._read(database, name, keys, missing, rows, is_found)
-            except DatabaseError as error:
+                self._shared.skip_until = 0.0 if until else self._shared.skip_until
+            except BaseException as error:
                 self._shared.skip_until = time.monotonic() + RETRY_S
+                if not isinstance(error, DatabaseError):
+                    raise
                 _log.warning("DatabaseRows: table %r: the last database answers for %g s: %s", table, RETRY_S, error)
             missing = missing[~is_found[missing]]
         self._read(last, name, keys, missing, rows, is_found)

@@ -250,7 +250,7 @@ class Served:
         version = self.versions.current
         lines = [
             f'model "{self.config.model}", version {version.number}: {self.num_bytes:,} bytes on '
-            f"{' and '.join(map(str, self.devices))}, {self.versions.host_bytes:,} bytes of host memory and"
+            f"{' and '.join(map(str, self.devices))}, {self.versions.host_bytes:,} bytes of host memory; of them"
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
