@@ -26,6 +26,7 @@ from jaxsok.checkpoint.restore import restore
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save
 from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.collection import Collection
+from jaxsok.operations import check_state
 from jaxsok.store import State
 
 SAVE, RESTORE = "TablesSave", "TablesRestore"
@@ -133,12 +134,22 @@ class TablesSave(ocp.args.CheckpointArgs):
     report: SaveReport | None = dataclasses.field(default=None, init=False)
     """The result of the save; `total_s` and `file_bytes` once it has ended."""
 
-    def make_saving(self) -> Saving:
-        """Makes the save of these arguments; for the handler."""
+    def __post_init__(self) -> None:
+        """Refuses what cannot be saved. Once `save` has begun, a thread of Orbax would keep the process from ending."""
+        if jax.process_count() == 1:  # several processes raise together, in the save
+            self._check()
+
+    def _check(self) -> SaveOptions:
         if not isinstance(self.collection, Collection):
             raise TypeError(f"{SAVE}: collection: got {type(self.collection).__name__}, wanted a jaxsok.Collection.")
         options = SaveOptions(self.compression, self.host_bytes, self.piece_bytes)
-        saving = Saving(SAVE, self.collection, self.state, options, clock=self.clock)
+        options.check(SAVE)
+        check_state(SAVE, self.collection, self.state)
+        return options
+
+    def make_saving(self) -> Saving:
+        """Makes the save of these arguments; for the handler."""
+        saving = Saving(SAVE, self.collection, self.state, self._check(), clock=self.clock)
         self.report = saving.report
         return saving
 

@@ -60,6 +60,19 @@ def restore(folder, collection, **options):
     return checkpoint.TablesCheckpointHandler().restore(folder, args=TablesRestore(collection, **options))
 
 
+def test_what_cannot_be_saved_is_refused_before_orbax_begins(eight):
+    """Once it has begun, a thread of its own would keep the process from ending."""
+    collection, state = eight
+    with pytest.raises(TypeError, match="TablesSave: collection: got State, wanted"):
+        TablesSave(state, collection)
+    gone = jax.tree.map(jnp.array, state)
+    jax.tree.map(lambda leaf: leaf.delete(), gone)
+    with pytest.raises(ValueError, match="TablesSave: state: got one whose arrays are deleted"):
+        TablesSave(collection, gone)
+    with pytest.raises(ValueError, match="TablesSave: compression: got 'zip'"):
+        TablesSave(collection, state, compression="zip")
+
+
 def save_to(folder, collection, state, **options):
     """Saves synchronously, without a manager."""
     args = TablesSave(collection, state, **options)
