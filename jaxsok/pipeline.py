@@ -524,7 +524,9 @@ class Pipeline:
 
     def _sizes_of(self, features: Features, what: str) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
-        if layouts not in self._layouts_met or len(self._layouts_met) > 1:  # of several, others may have another one
+        is_shared = self._collection.shards.num_processes > 1
+        # Of several layouts, another process may have another one.
+        if is_shared and (layouts not in self._layouts_met or len(self._layouts_met) > 1):
             parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
             self._meet(f"{what}, with (bags, keys) {parts} for a shard")
             self._layouts_met.add(layouts)

@@ -117,9 +117,9 @@ def meet(op: str, what: str, but: str = "") -> ValueError | None:
         return None
     global _num_met
     client, number, own, others = _client(), _num_met, jax.process_index(), []
-    all_of_it, error = f"{what}, but {but}" if but else what, None
+    own_text, error = f"{what}, but {but}" if but else what, None
     # After a Ctrl-C this is done again, under the same number.
-    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{all_of_it}", allow_overwrite=True)
+    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{own_text}", allow_overwrite=True)
     client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
     for process in range(jax.process_count()):
         tell = functools.partial(
@@ -133,9 +133,9 @@ def meet(op: str, what: str, but: str = "") -> ValueError | None:
         others.append(_read(client, f"jaxsok/meet/{number}/{process}", tell)[1:])
     _num_met = number + 1
     for process, other in enumerate(others):
-        if other != all_of_it:
+        if other != own_text:
             error = ValueError(
-                f"{op}: batches: got {all_of_it} in process {own} and {other} in process {process}, wanted the same in "
+                f"{op}: batches: got {own_text} in process {own} and {other} in process {process}, wanted the same in "
                 f"all {jax.process_count()}; give them as many batches, of as many samples (pad_to)."
             )
             if other != what and not other.startswith(f"{what}, but "):

@@ -1416,6 +1416,8 @@ def test_the_end_of_a_response_that_nobody_reads_is_cut_off():
         line.sendall(head.encode() + body)
         wait_until(lambda: found.app.held.num_requests == 0 and connections_of(found) == 1)
         wait_until(lambda: connections_of(found) == 0, 10)
+        with httpx.Client(base_url=found.address) as client:
+            assert is_well(client)
 
 
 def test_pages_that_nobody_reads_are_cut_off():
@@ -1428,6 +1430,8 @@ def test_pages_that_nobody_reads_are_cut_off():
         with httpx.Client(base_url=found.address) as client:
             wait_until(lambda: cases.samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] >= 1)
         wait_until(lambda: connections_of(found) == 0, 10)
+        with httpx.Client(base_url=found.address) as client:
+            assert is_well(client)
 
 
 def test_a_connection_without_a_request_is_closed():

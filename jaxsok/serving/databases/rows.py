@@ -109,7 +109,8 @@ class DatabaseRows(RowSource):
                 self._shared.skip_until = math.inf
             try:
                 self._read(database, name, keys, missing, rows, is_found)
-                self._shared.skip_until = 0.0 if until else self._shared.skip_until
+                if until:
+                    self._shared.skip_until = 0.0
             except BaseException as error:
                 self._shared.skip_until = time.monotonic() + RETRY_S
                 if not isinstance(error, DatabaseError):

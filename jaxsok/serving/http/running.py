@@ -153,19 +153,19 @@ class _Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._end()
+        self._end_closed()
         if self._refusal is not None and self.cycle.response_complete and not self.transport.is_closing():
             self._refuse(self._refusal)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._end()
+        self._end_closed()
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._end()
+        self._end_closed()
 
-    def _end(self) -> None:
+    def _end_closed(self) -> None:
         """Ends a closed connection whose client does not read, or answer the end of TLS: idle ones of pools do not."""
         if self.transport.is_closing():
             if self.transport.get_write_buffer_size():
