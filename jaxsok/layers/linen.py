@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32
 
 from jaxsok import collection as collection_lib
 from jaxsok.collection import Collection
+from jaxsok.evict import HandOver
 from jaxsok.features import Features
 from jaxsok.layers import tap
 from jaxsok.plan import Plan
@@ -91,10 +92,12 @@ class Embeddings(nn.Module):
     deterministic: bool | None = None
     """True: evaluation. None: evaluation where "tables" is not mutable and there are no taps."""
 
-    def __call__(self, features: Features | Plan, deterministic: bool | None = None) -> dict[str, Array]:
-        """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`; zeros in `init`.
+    def __call__(
+        self, features: Features | Plan, deterministic: bool | None = None, clock: Any = None
+    ) -> dict[str, Array]:
+        """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`, with the clock of that.
 
-        `deterministic` replaces the layer's own.
+        In `init` they are zeros. `deterministic` replaces the layer's own.
 
         Raises:
           ValueError: in training, taps that are missing or of other features, or "plans" that is not mutable; variables
@@ -135,7 +138,7 @@ class Embeddings(nn.Module):
                 f"Embeddings: got a lookup in training with taps for {len(taps)}, wanted taps for each; pass "
                 f'"{_TAPS}": zero_taps(model, variables, ...) among the variables, and "{_PLANS}" in `mutable` alone.'
             )
-        embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[number])
+        embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[number], clock)
         self.put_variable(_TABLES, "state", state)
         self.put_variable(_TABLES, "waiting", _Waiting(num_waiting + 1))
         self.put_variable(_PLANS, "lookups", dataclasses.replace(lookups, plans=(*lookups.plans, plan)))
@@ -164,7 +167,7 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
         if getattr(context.orig_method, "func", None) is not lookup:  # of a subclass, or of another module
             return call(*args, **kwargs)
 
-        def record_lookup(features: Features | Plan, deterministic: bool | None = None) -> Any:
+        def record_lookup(features: Features | Plan, deterministic: bool | None = None, clock: Any = None) -> Any:
             deterministic = layer.deterministic if deterministic is None else deterministic
             if not deterministic:
                 shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), features)
@@ -252,13 +255,19 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grow(
-    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], batch: Any = None, *, steps: int = 1
+    collection: Collection | Mapping[str, Collection],
+    tables: Mapping[str, Any],
+    batch: Any = None,
+    *,
+    steps: int = 1,
+    clock: Any = None,
+    hand_over: HandOver | None = None,
 ) -> dict[str, Any]:
     """Calls `Collection.grow` for the tables of a model, between steps, outside `jit`; returns the variables "tables".
 
     With several layers, `collection` and `batch` are mappings by the path of the layer, its parts joined by "/"; a
-    layer that `batch` does not name is grown without one. `tables` are consumed where they grow; `steps` is as for
-    `Collection.grow`.
+    layer that `batch` does not name is grown without one. `tables` are consumed where they grow; the other arguments
+    are those of `Collection.grow`.
 
     Raises:
       TypeError, ValueError: a layer without a collection, or two layers over one.
@@ -277,7 +286,7 @@ def grow(
             raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
     new = _flatten(tables)
     try:
-        for name, state in tap.grow(states, collection, batch, steps):
+        for name, state in tap.grow(states, collection, batch, steps=steps, clock=clock, hand_over=hand_over):
             new[(*found[name][0], "state")] = state
     except BaseException as error:  # the layers before this one may have been consumed
         error.add_note(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float32
 
 from jaxsok import collection as collection_lib
 from jaxsok.collection import Collection
+from jaxsok.evict import HandOver
 from jaxsok.features import Features
 from jaxsok.layers import tap
 from jaxsok.plan import Plan
@@ -89,8 +90,10 @@ class Embeddings(nnx.Module):
         # Called with what the layer is asked for, while a loss is traced for its lookups only.
         self._record: Callable[[Any], None] | None = None
 
-    def __call__(self, features: Features | Plan, *, deterministic: bool | None = None) -> dict[str, Array]:
-        """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`.
+    def __call__(
+        self, features: Features | Plan, *, deterministic: bool | None = None, clock: Any = None
+    ) -> dict[str, Array]:
+        """Looks up a batch or a plan: embeddings by feature, as `Collection.lookup`, with the clock of that.
 
         `deterministic` replaces the layer's own.
 
@@ -114,7 +117,7 @@ class Embeddings(nnx.Module):
                 "To evaluate: model.eval()."
             )
         embeddings, state, plan = tap.lookup(
-            "Embeddings", self.collection, self.tables.get_value(), features, taps[len(plans)]
+            "Embeddings", self.collection, self.tables.get_value(), features, taps[len(plans)], clock
         )
         self.tables.set_value(state)
         self.plans.set_value((*plans, plan))
@@ -182,9 +185,10 @@ class Embeddings(nnx.Module):
         """Calls `Collection.find`, the evaluation lookup with counts."""
         return self.collection.find(self.tables.get_value(), features)
 
-    def grow(self, batch: Any = None, *, steps: int = 1) -> None:
+    def grow(self, batch: Any = None, *, steps: int = 1, clock: Any = None, hand_over: HandOver | None = None) -> None:
         """Calls `Collection.grow`, which has the arguments, between steps, outside `jit`."""
-        self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, steps=steps))
+        options = {"steps": steps, "clock": clock, "hand_over": hand_over}
+        self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, **options))
 
 
 def value_and_grad(
@@ -296,18 +300,21 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
     return collection_lib.clip_by_global_norm(lookups, gradients, max_norm, dense)
 
 
-def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
+def grow(
+    model: Any, batch: Any = None, *, steps: int = 1, clock: Any = None, hand_over: HandOver | None = None
+) -> None:
     """Calls `Embeddings.grow` for all layers of a model, between steps, outside `jit`.
 
     With several layers `batch` is a mapping by the path of the layer, parts joined by "."; a layer that it does not
-    name is grown without a batch.
+    name is grown without a batch. The other arguments are those of `Collection.grow`.
 
     Raises:
       ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
     """
     layers = {".".join(map(str, path)): layer for path, layer in _layers(model)}
     states = {path: layer.tables.get_value() for path, layer in layers.items()}
-    for path, state in tap.grow(states, {path: layer.collection for path, layer in layers.items()}, batch, steps):
+    collections = {path: layer.collection for path, layer in layers.items()}
+    for path, state in tap.grow(states, collections, batch, steps=steps, clock=clock, hand_over=hand_over):
         layers[path].tables.set_value(state)
 
 

@@ -63,10 +63,10 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
 
 
 def lookup(
-    op: str, collection: Collection, state: State, features: Features | Plan, taps: Taps
+    op: str, collection: Collection, state: State, features: Features | Plan, taps: Taps, clock: Any
 ) -> tuple[Embeddings, State, Plan]:
     """Calls `Collection.lookup` and taps the embeddings; refuses taps of another shape when traced."""
-    embeddings, state, plan = collection.lookup(state, features)
+    embeddings, state, plan = collection.lookup(state, features, clock=clock)
     wanted = {name: f"{value.dtype}{list(value.shape)}" for name, value in embeddings.items()}
     got = {name: f"{value.dtype}{list(value.shape)}" for name, value in taps.items()}
     for name in sorted(wanted.keys() | got.keys()):
@@ -112,12 +112,13 @@ def gradients_by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequen
 
 
 def grow(
-    states: Mapping[str, State], collections: Mapping[str, Collection], batch: Any, steps: int
+    states: Mapping[str, State], collections: Mapping[str, Collection], batch: Any, **options: Any
 ) -> Iterator[tuple[str, State]]:
     """Calls `Collection.grow` for the layers of a model, one after the other: yields path and new state.
 
-    `batch` is that of the only layer, or a mapping by path. Before anything grows, it raises a ValueError for other
-    paths, and for layers that share a collection, which can follow the growth of one state only.
+    `batch` is that of the only layer, or a mapping by path; `options` are the same for all. Before anything grows, it
+    raises a ValueError for other paths, and for layers that share a collection, which can follow the growth of one
+    state only.
     """
     batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(states, batch)
     unknown = sorted(map(str, batches.keys() - set(states)))
@@ -134,4 +135,4 @@ def grow(
                 "growth of one state; or share the layer."
             )
     for path, state in states.items():
-        yield path, collections[path].grow(state, batches.get(path), steps=steps)
+        yield path, collections[path].grow(state, batches.get(path), **options)

@@ -205,3 +205,25 @@ def new_users(collection, number):
     """Returns a batch of eight users that occur in no other batch."""
     raw = raw_batch(np.random.default_rng(number), num_keys=4)
     return collection.batch({**raw, "user": np.arange(8) + 8 * number})
+
+
+def collection_that_evicts():
+    """Returns a table of eight rows, of which the least recently used leave, and its collection."""
+    table = jaxsok.TableSpec(
+        "item", 4, jaxsok.optim.sgd(0.1), capacity=8, max_capacity=8, eviction=jaxsok.policies.LeastRecentlyUsed()
+    )
+    return jaxsok.Collection([table], [jaxsok.FeatureSpec("item", "item")])
+
+
+CLOCKED = {500: [0, 1, 2, 3], 100: [4, 5, 6, 7], 600: [0, 8]}
+"""Keys by the clock of their step, in order of the steps: the clock goes back once."""
+
+
+def assert_clocked(collection, state, left):
+    """Asserts that rows left by the clock, and were handed over with it, and that the others have theirs."""
+    assert [name for name, _ in left] == ["item"] * len(left)
+    gone = {int(key): int(at) for _, records in left for key, at in zip(records.keys, records.last_step, strict=True)}
+    kept = collection.export_table(state, "item")
+    kept = dict(zip(kept["keys"].tolist(), kept["last_step"].tolist(), strict=True))
+    assert gone and set(gone.values()) == {100} and gone.keys() <= {4, 5, 6, 7}
+    assert kept == {0: 600, 1: 500, 2: 500, 3: 500, 8: 600} | {key: 100 for key in {4, 5, 6, 7} - gone.keys()}

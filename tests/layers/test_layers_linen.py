@@ -329,6 +329,32 @@ def test_no_table_sized_copy(num_devices):
     assert not compiled_cases.table_copies(text, capacity * 3 * 4)
 
 
+def test_a_clock_of_ones_own():
+    """Last uses are those of the clock, which is an argument of the step, and rows leave by it."""
+    collection = cases.collection_that_evicts()
+    model, left = layers.Embeddings(collection), []
+    batches = {clock: collection.batch({"item": np.array(keys)}) for clock, keys in cases.CLOCKED.items()}
+    tables = model.init(jax.random.key(0), batches[500].features)["tables"]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(tables, features, clock):
+        def loss(taps):
+            variables = {"tables": tables, "sparse_taps": taps}
+            embeddings, updates = model.apply(variables, features, clock=clock, mutable=["tables", "plans"])
+            return embeddings["item"].sum(), updates
+
+        taps = layers.zero_taps(model, {"tables": tables}, features, clock=clock)["taps"]
+        gradients, updates = jax.grad(loss, has_aux=True)({"taps": taps})
+        tables, stats = layers.apply_updates(updates, gradients)
+        return tables, stats[""]
+
+    for clock, batch in batches.items():
+        tables = layers.grow(collection, tables, batch, clock=clock, hand_over=lambda *records: left.append(records))
+        tables, stats = step(tables, batch.features, np.uint32(clock))
+        stats.check()
+    cases.assert_clocked(collection, tables["state"], left)
+
+
 def test_growth_between_steps():
     """A table grows from 4 rows to many; nothing is refused, and all rows learn."""
     collection = cases.collection_of(capacity=4)

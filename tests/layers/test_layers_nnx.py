@@ -532,6 +532,25 @@ def test_growth_between_steps(mode):
     oracle.assert_tables(collection, state_of(model))
 
 
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_clock_of_ones_own(by_path):
+    """Last uses are those of the clock, which is an argument of the step, and rows leave by it."""
+    collection = cases.collection_that_evicts()
+    layer, left = layers.Embeddings(collection), []
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def step(layer, features, clock):
+        loss = lambda layer: layer(features, clock=clock)["item"].sum()  # noqa: E731
+        return layer.update(layers.value_and_grad(loss)(layer)[1])
+
+    for clock, keys in cases.CLOCKED.items():
+        batch = collection.batch({"item": np.array(keys)})
+        options = {"clock": clock, "hand_over": lambda *records: left.append(records)}
+        layers.grow(layer, {"": batch}, **options) if by_path else layer.grow(batch, **options)
+        step(layer, batch.features, np.uint32(clock)).check()
+    cases.assert_clocked(collection, layer.tables.get_value(), left)
+
+
 @pytest.mark.parametrize("name, num_devices", [("graph", 1), ("tree", 1), ("graph", 2)])
 def test_growth_finds_its_program(name, num_devices, by_doubling):
     """Two growths make no call wait for a compilation; losses and tables are those of the plain step."""

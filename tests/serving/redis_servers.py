@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from waiting import wait_until
@@ -111,3 +112,50 @@ def running(kind, folder, *options):
         yield made
     finally:
         made.kill()
+
+
+class HoldingProxy:
+    """A way to a server on which what clients send can be held back, as by a network or a server that hangs."""
+
+    def __init__(self, port):
+        self._to, self._listener = port, socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._holds = self._arrives = None
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self):
+        """Holds back what is sent by the connections that are open now."""
+        self._arrives, self._holds = threading.Event(), threading.Event()
+
+    def wait(self):
+        """Waits until something was held back."""
+        assert self._arrives.wait(20)
+
+    def release(self):
+        """Lets the server have what was held back."""
+        self._holds.set()
+
+    def close(self):
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # wakes the thread that reads it
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, server = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                self._sockets += [client, server]
+                for args in ((client, server, True, self._holds), (server, client, False, None)):
+                    threading.Thread(target=self._pass_on, args=args, daemon=True).start()
+
+    def _pass_on(self, source, target, from_client, known):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if from_client and self._holds is not known:  # `hold` was called since this connection was made
+                    self._arrives.set()
+                    self._holds.wait(60)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)

@@ -17,7 +17,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from redis_servers import Cluster, Server, running
+from redis_servers import Cluster, HoldingProxy, Server, running
 from serving_cases import PADDING, Trained, config_of, expect, model_of, rows_of, write
 from waiting import wait_until
 
@@ -368,6 +368,66 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_declared(redis, server
     assert hurried.num_rows("user") == 1
 
 
+@pytest.mark.parametrize("late", ["insert", "erase"])
+def test_a_write_that_had_no_answer_does_not_come_after_later_ones(late, server):
+    """The server gets what it was sent while it hung only after the row was written again."""
+    server.client.flushall()
+    with contextlib.closing(HoldingProxy(server.port)) as proxy:
+        with contextlib.closing(redis_at(proxy.address, timeout_s=1.0)) as database:
+            rows = DatabaseRows([database], "dlrm", [USER])
+            rows.insert("user", u64(1, 2), rows_for([1, 2], 4))
+            proxy.hold()
+            with pytest.raises(DatabaseError, match="TimeoutError of Redis"):
+                rows.insert("user", u64(1), rows_for([1], 4, 1)) if late == "insert" else rows.erase("user", u64(1))
+            proxy.wait()
+            rows.insert("user", u64(1), rows_for([1], 4, 2))
+            proxy.release()
+            content = {1: rows_for([1], 4, 2)[0], 2: rows_for([2], 4)[0]}
+            for _ in range(20):
+                check(rows, "user", [1, 2], content)
+                time.sleep(0.01)
+
+
+def test_writes_that_follow_one_without_an_answer(cluster, caplog):
+    """In a cluster, and as a user who may not end connections, which is logged."""
+    keys = np.arange(64, dtype=np.uint64)
+    for server in cluster.servers:
+        server.client.flushall()
+        server.client.acl_setuser("serve", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-client"])
+    for user, num_logged in (("default", 0), ("serve", 1)):
+        options = {"timeout_s": 1.0} | ({"user_name": "serve", "password": "any"} if user == "serve" else {})
+        with contextlib.closing(redis_at(cluster.address, **options)) as database:
+            rows = DatabaseRows([database], "dlrm", [USER])
+            rows.insert("user", keys, rows_for(keys.tolist(), 4))
+            with cluster.servers[1].frozen(), pytest.raises(DatabaseError, match="TimeoutError of Redis"):
+                rows.insert("user", keys, rows_for(keys.tolist(), 4, 1))
+            cluster.wait()
+            caplog.clear()
+
+            def is_written(rows=rows):
+                with contextlib.suppress(DatabaseError):
+                    rows.insert("user", keys, rows_for(keys.tolist(), 4, 2))
+                    return True
+
+            wait_until(is_written)
+            check(rows, "user", keys.tolist(), dict(zip(keys.tolist(), rows_for(keys.tolist(), 4, 2), strict=True)))
+            logged = [record for record in caplog.records if "may be carried out later" in record.getMessage()]
+            assert len(logged) >= num_logged and bool(logged) == bool(num_logged)
+
+
+def test_what_a_server_refuses_is_no_matter_of_time(server):
+    server.client.flushall()
+    with contextlib.closing(redis_at(server.address)) as database:
+        rows = DatabaseRows([database], "dlrm", [USER])
+        server.client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(DatabaseError, match=r"got OutOfMemoryError of Redis .*, wanted it to do what it was"):
+                rows.insert("user", u64(1), rows_for([1], 4))
+        finally:
+            server.client.config_set("maxmemory", 0)
+        rows.insert("user", u64(1), rows_for([1], 4))
+
+
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, server, tmp_path):
     """Twenty calls share five connections. With rows on the disk only one call asks again, once in a while."""
@@ -481,7 +541,7 @@ def test_passwords(tmp_path):
     with running(Server, tmp_path, "--user", "serve", "on", ">secret", "~*", "+@all") as server:
         with contextlib.closing(redis_at(server.address, user_name="serve", password="secret")) as database:
             DatabaseRows([database], "dlrm", [USER]).insert("user", u64(1), rows_for([1], 4))
-        with pytest.raises(DatabaseError, match="AuthenticationError") as caught:
+        with pytest.raises(DatabaseError, match=r"AuthenticationError .*wanted it to do what it was asked") as caught:
             redis_at(server.address, user_name="serve", password="wrong-word")
         assert "wrong-word" not in str(caught.value)
 

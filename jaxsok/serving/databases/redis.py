@@ -5,6 +5,7 @@ Partition p of a table is the hash `hps_et{<table>/p<p>}v`. With an overflow pol
 braces put both on one node.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -12,6 +13,7 @@ import random
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -50,6 +52,8 @@ class RedisDatabase(Database):
         self._config = config
         self._places = threading.BoundedSemaphore(config.num_node_connections)
         self._hung_at = 0.0  # when a call has waited in vain last
+        self._is_unsettled = False  # a write failed; writers take turns (DatabaseRows)
+        self._name = f"jaxsok-{uuid.uuid4()}"
         options: dict[str, Any] = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
         if config.password:  # else HPS sends no name either
             options |= {"username": config.user_name, "password": config.password}
@@ -58,7 +62,7 @@ class RedisDatabase(Database):
             options |= {"ssl": True, ca: config.tls_ca_certificate, "ssl_check_hostname": False}  # nor does HPS
             options |= {"ssl_certfile": config.tls_client_certificate, "ssl_keyfile": config.tls_client_key}
         nodes = [_node(text) for text in re.split("[,;]", config.address)]
-        self._client: Any = self._call(lambda: _connect(nodes, options))
+        self._client: Any = self._call(lambda: _connect(nodes, self._name, options))
 
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
         parts = list(self._parts(name, keys))
@@ -90,7 +94,7 @@ class RedisDatabase(Database):
         for part, where, fields in self._parts(name, keys):
             parts.append(part)
             commands += [*self._uses(part, fields), _set(f"{part}v", fields, [values[place] for place in where])]
-        self._run(commands)
+        self._change(commands)
         if self._config.overflow_margin < 2**64 - 1:
             sizes = self._run([("HLEN", f"{part}v") for part in parts])
             for part, size in zip(parts, sizes, strict=True):
@@ -114,13 +118,13 @@ class RedisDatabase(Database):
                 half = uses[order[-target]] // 2
                 self._run([_set(f"{part}t", some, [half] * len(some)) for some in self._cut(fields[-target:])])
         for some in self._cut(fields[: max(0, len(fields) - target)]):
-            self._run([("HDEL", f"{part}t", *some), ("HDEL", f"{part}v", *some)])
+            self._change([("HDEL", f"{part}t", *some), ("HDEL", f"{part}v", *some)])
         for some in self._cut(list(set(noted_keys).difference(fields))):  # uses that were noted after a row had left
             self._run([("HDEL", f"{part}t", *some)])
 
     def erase(self, name: str, keys: np.ndarray) -> None:
         parts = self._parts(name, keys)
-        self._run([("HDEL", f"{part}{kind}", *fields) for part, _, fields in parts for kind in "vt"])
+        self._change([("HDEL", f"{part}{kind}", *fields) for part, _, fields in parts for kind in "vt"])
 
     def count(self, name: str) -> int:
         return sum(self._run([("HLEN", f"{part}v") for part in self._names(name)]))
@@ -151,30 +155,61 @@ class RedisDatabase(Database):
             pipeline.execute_command(*command)
         return self._call(pipeline.execute) if commands else []
 
+    def _change(self, commands: Sequence[tuple[Any, ...]]) -> None:
+        """Runs commands that write, after what was sent before them, even if that had no answer."""
+        if self._is_unsettled:
+            self._call(self._end_connections)
+            self._is_unsettled = False
+        try:
+            self._run(commands)
+        except DatabaseError:
+            self._is_unsettled = True
+            raise
+
+    def _end_connections(self) -> None:
+        """Ends all connections of this object: a server that hung could still carry out what they had sent.
+
+        What it has read of them is done when it answers this, and the rest is dropped.
+        """
+        client = self._client
+        is_cluster = isinstance(client, redis.RedisCluster)
+        for server in (
+            [client.get_redis_connection(node) for node in client.get_primaries()] if is_cluster else [client]
+        ):
+            try:
+                own = [each["id"] for each in server.client_list() if each["name"] == self._name]
+                for number in own:
+                    server.client_kill_filter(_id=number, skipme=True)
+            except redis.ResponseError as error:
+                wanted = "wanted it to end connections; allow CLIENT SETNAME, LIST and KILL"
+                _log.warning("RedisDatabase: what had no answer may be carried out later: got %s, %s.", error, wanted)
+
     def _call(self, run: Callable[[], Any]) -> Any:
         """Runs a call as soon as there is a connection for it; time-outs hold for that, too."""
         began = time.monotonic()
         has_place = self._places.acquire(timeout=self._config.timeout_s)
-        # After calls that had no answer, for which this one has waited, it would wait as long again.
-        late = (
-            redis.TimeoutError("calls before this one had no answer")
-            if began < self._hung_at or not has_place
-            else None
-        )
         try:
-            if late is not None:
-                raise late
-            return run()
-        except (redis.RedisError, RedisClusterException, OSError) as error:
-            if late is None and isinstance(error, redis.TimeoutError | TimeoutError):
-                self._hung_at = time.monotonic()
-            raise DatabaseError(
-                f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
-                f"wanted answers in {self._config.timeout_s:g} s; see that its servers run, then try again."
-            ) from error
+            # It has waited for calls that had no answer, and would wait as long again.
+            if began < self._hung_at or not has_place:
+                raise self._failure(TimeoutError("calls before this one had no answer"))
+            try:
+                return run()
+            except (redis.RedisError, RedisClusterException, OSError) as error:
+                if isinstance(error, redis.TimeoutError | TimeoutError):
+                    self._hung_at = time.monotonic()
+                raise self._failure(error) from error
         finally:
             if has_place:
                 self._places.release()
+
+    def _failure(self, error: Exception) -> DatabaseError:
+        wanted = f"answers in {self._config.timeout_s:g} s; see that its servers run, then try again"
+        if isinstance(error, redis.ResponseError | redis.AuthenticationError):
+            wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
+        return DatabaseError(
+            f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
+            f"wanted {wanted}."
+        )
 
 
 def partition_of(keys: np.ndarray, num_partitions: int) -> np.ndarray:
@@ -202,17 +237,28 @@ def _node(text: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3] or 6379)
 
 
-def _connect(nodes: Sequence[tuple[str, int]], options: dict[str, Any]) -> Any:
-    """Connects to the first node that answers, and to its cluster, if it is in one."""
+def _connect(nodes: Sequence[tuple[str, int]], name: str, options: dict[str, Any]) -> Any:
+    """Connects to the first node that answers, and to its cluster, if it is in one; the server knows the name."""
+
+    def give_name(connection: Any) -> None:
+        connection.send_command("CLIENT", "SETNAME", name)
+        with contextlib.suppress(redis.ResponseError):  # a user who may not; see `_end_connections`
+            connection.read_response()
+
+    def greet(connection: Any) -> None:
+        connection.on_connect()
+        give_name(connection)
+
     for number, (host, port) in enumerate(nodes, 1):
         try:
             # A connection that was lost is made again; a server that does not answer is not asked twice.
             retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-            server = redis.Redis(host, port, retry=retry, **options)
+            server = redis.Redis(host, port, retry=retry, redis_connect_func=greet, **options)
             if not server.info("cluster")["cluster_enabled"]:
                 return server
             server.close()
-            return redis.RedisCluster(host=host, port=port, retry=Retry(NoBackoff(), 0), **options)
+            retry = Retry(NoBackoff(), 0)
+            return redis.RedisCluster(host=host, port=port, retry=retry, redis_connect_func=give_name, **options)
         except (redis.ConnectionError, redis.TimeoutError, RedisClusterException):
             if number == len(nodes):
                 raise
