@@ -54,6 +54,7 @@ class Model:
     max_batch_size: int = MAX_BATCH_SIZE
     max_keys: dict = dataclasses.field(default_factory=lambda: dict(MAX_KEYS))
     key_bits: int = 64
+    exports: dict = dataclasses.field(default_factory=dict)
 
 
 class Answer(dict):
@@ -97,13 +98,13 @@ class Session:
     def __init__(self):
         self._versions = dict.fromkeys(INPUTS, 1)
         self.calls, self.is_closed, self.hold, self.error = [], False, None, None
-        self.key_bits = 64
+        self.key_bits, self.exports = 64, {}
         self._lock = threading.Lock()
 
     @property
     def models(self):
         return {
-            name: Model(name, version, INPUTS[name], OUTPUTS[name], key_bits=self.key_bits)
+            name: Model(name, version, INPUTS[name], OUTPUTS[name], key_bits=self.key_bits, exports=self.exports)
             for name, version in self._versions.items()
         }
 

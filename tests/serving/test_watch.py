@@ -247,6 +247,34 @@ def versions_of(session):
     return {table: int(session.lookup({table: np.array([0])})[table][0, 0]) // 1000 for table in tables}
 
 
+def test_the_export_that_is_served_already_is_not_applied_again(tmp_path):
+    """A server is opened with the first folder of those that it watches; a copy of it under a later name turns back."""
+    trained, folder = Trained({"user": 2, "item": 2}), tmp_path / "watched"
+    path = None
+    for number, name in enumerate(("1", "2-delta", "3-delta")):
+        for table in ("user", "item"):
+            trained.set(table, rows_of([number], 2, number))
+        path = trained.delta(folder / name, path) if number else trained.full(folder / name)
+    model = model_of({table: (folder / "1", 2) for table in ("user", "item")})
+    with serving.open(config_of(model), warm_up=False) as session:
+        seen, sources, update = [], [], session.update
+
+        def record(source, **options):
+            sources.append(pathlib.Path(source).name)
+            return update(source, **options)
+
+        session.update = record
+        watcher = watch.Watcher(session, folder, observe=lambda model, result: seen.append(result))
+        assert watcher.look() == 2 and sources == ["2-delta", "3-delta"] and seen == ["skipped", "applied", "applied"]
+        found = session.lookup({"user": np.array([0, 1, 2])})["user"]
+        np.testing.assert_array_equal(found, [rows_of([key], 2, key)[key] for key in range(3)])
+        shutil.copytree(folder / "1", folder / "4")
+        assert watcher.look() == 1 and sources[-1] == "4"
+        assert (session.lookup({"user": np.array([1])})["user"] != found[1]).any()
+        shutil.copytree(folder / "1", folder / "5")
+        assert watcher.look() == 0 and seen[3:] == ["applied", "skipped"]
+
+
 def test_what_only_a_refused_folder_replaces_is_applied(tmp_path):
     """Three appear together, and the last is refused: the first, which it would have replaced, is applied."""
     session, watcher, seen = opened(tmp_path)

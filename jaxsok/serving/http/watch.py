@@ -30,6 +30,8 @@ class _Export(NamedTuple):
     kind: Literal["full", "delta"]
     parts: frozenset[str | None]
     """Its tables by name, and None for a dense model."""
+    uuid: str | None = None
+    """That of its manifest, if it has one."""
 
     def source_of(self, names: Set[str | None]) -> str | dict[str | None, str] | None:
         """Returns what `Session.update` takes to change some of the tables; None: none of them."""
@@ -84,9 +86,8 @@ class Watcher(Repeated):
             while left:
                 export = self._choose(model, left)
                 left.remove(export)
-                if self._apply(model, export):
-                    num_applied += 1
-                    left = self._keep_needed(model, left, logging.INFO)
+                num_applied += self._apply(model, export)
+                left = self._keep_needed(model, left, logging.INFO)
         return num_applied
 
     def _find(self, model: str) -> list[_Export]:
@@ -140,6 +141,11 @@ class Watcher(Repeated):
         if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
         lacking = self._find_lacking(model, export)
+        held = self._session.models[model].exports
+        if export.kind == "full" and all(export.uuid is not None and held.get(part) == export.uuid for part in lacking):
+            _log.info("watch: %s is what model %s holds already; it is skipped", path, model)
+            self._note(model, export, lacking, "skipped")
+            return False
         options = {"dense_file": str(path / _DENSE)} if None in lacking else {}
         try:
             version = self._session.update(export.source_of(lacking - {None}), model=model, **options)
@@ -147,11 +153,15 @@ class Watcher(Repeated):
             self._refuse(model, path, error)
             return False
         _log.info("watch: %s: model %s is at version %s", path, model, version)
-        self._last |= {(model, part): _order(path) for part in lacking}
-        self._finish(model, path, "applied")
+        self._note(model, export, lacking, "applied")
         # Those that were refused may fit now.
         self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
         return True
+
+    def _note(self, model: str, export: _Export, parts: Set[str | None], result: str) -> None:
+        """Notes that a model has parts of an export."""
+        self._last |= {(model, part): _order(export.path) for part in parts}
+        self._finish(model, export.path, result)
 
     def _finish(self, model: str, path: pathlib.Path, result: str) -> None:
         self._done.add(path)
@@ -202,7 +212,7 @@ def _read_export(path: pathlib.Path) -> _Export | None:
         except ValueError:
             return _Export(path, "delta", parts | {""})  # damaged: the session will refuse it
         kind = "delta" if manifest["kind"] == "delta" else "full"
-        return _Export(path, kind, parts | manifest["tables"].keys())
+        return _Export(path, kind, parts | manifest["tables"].keys(), manifest["uuid"])
     hps = {folder.name for folder in tables.iterdir() if _is_hps(folder)}
     if _is_hps(tables):
         hps = {""}  # the only table of its model

@@ -69,6 +69,8 @@ class Model:
     outputs: Mapping[str, Any] | None
     """The outputs of `predict` (`artifact.ServedModel.outputs`); None: no dense model."""
     version: int
+    exports: Mapping[str, str | None]
+    """The `uuid` of the export that each table holds; None: no delta can follow what it holds."""
 
 
 class Served:
@@ -131,6 +133,7 @@ class Served:
             inputs=None if version.served is None else version.served.inputs,
             outputs=None if version.served is None else version.served.outputs,
             version=version.number,
+            exports=version.uuids,
         )
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
