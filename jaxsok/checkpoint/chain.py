@@ -39,6 +39,8 @@ def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
                     f'{op}: path: got "{path}", whose bases lead in a circle or through more than {MOST_LINKS} deltas, '
                     f'the last of them to "{links[0].folder}", wanted a full export at the end; write one.'
                 )
+    elif not isinstance(path, Sequence):
+        raise TypeError(f"{op}: path: got {type(path).__name__}, wanted a path, or those of a chain in order.")
     else:
         links = [Source.of(op, pathlib.Path(link)) for link in path]
         if not links:

@@ -155,6 +155,8 @@ def test_deltas_in_another_order_are_refused(chain):
     ):
         with pytest.raises(ValueError, match=message):
             checkpoint.load(links, other)
+    with pytest.raises(TypeError, match="load: path: got Collection, wanted a path"):
+        checkpoint.load(other, paths[0])
     state = other.init()
     with pytest.raises(ValueError, match="apply deltas in order"):
         checkpoint.apply_delta(paths[2], other, state, after=paths[0])

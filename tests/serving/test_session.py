@@ -239,7 +239,7 @@ def test_rows_of_other_dtypes(folders, dtype):
         ({3: np.array([1])}, UnknownTableError, "table: got 3"),
         ({"user": np.array([True])}, RequestError, r'table "user": keys must be integers, got bool\[1\]'),
         ({"user": np.array([1.0])}, RequestError, r"keys must be integers, got float64\[1\]"),
-        ({"user": np.array(["1"])}, RequestError, r"keys must be integers, got <U1\[1\]"),
+        ({"user": np.array(["1"])}, RequestError, r"keys must be integers, got <U1\[1\]; hash strings"),
         ({"user": [[1], [2, 3]]}, RequestError, "keys: got lists of different lengths"),
         ({"user": [2**70]}, RequestError, r"keys must be integers, got object\[1\]"),
         ({"user": np.int64(3)}, RequestError, "keys: got a scalar"),
