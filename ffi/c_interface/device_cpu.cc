@@ -80,7 +80,8 @@ class Host final : public Device {
   }
   void DeleteHostMemory(void* memory) const override { ::operator delete(memory, std::align_val_t{kAlignment}); }
 
-  std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) override {
+  std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts,
+                                 float* const* places) override {
     int64_t num_bytes = 0;
     for (int32_t s = 0; s < num_lookups; ++s) num_bytes += lookups[s].batch.num_keys * lookups[s].store.dim * 4;
     const auto num_threads = std::min<int64_t>(num_bytes / kBytesOfThread, std::thread::hardware_concurrency());
@@ -90,6 +91,15 @@ class Host final : public Device {
     } else {
       CallingThread thread;
       LookUp(&thread, lookups, num_lookups, counts);
+    }
+    for (int32_t s = 0; places != nullptr && s < num_lookups; ++s) {
+      const size_t line_bytes = static_cast<size_t>(lookups[s].store.dim) * sizeof(float);
+      for (int32_t f = 0; f < lookups[s].batch.num_features; ++f) {
+        const char* rows = static_cast<const char*>(lookups[s].embeddings.data[f]);
+        for (int64_t k = 0; k < lookups[s].num_bags[f]; ++k, rows += line_bytes) {
+          std::memcpy(*places++, rows, line_bytes);
+        }
+      }
     }
     return std::make_unique<Done>();
   }

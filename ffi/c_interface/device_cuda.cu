@@ -59,7 +59,25 @@ __global__ void CopyWordsKernel(const int32_t* from, int32_t* to, int num_words)
   for (int i = threadIdx.x; i < num_words; i += blockDim.x) to[i] = from[i];
 }
 
-/// A stream for one lookup at a time, with memory for the words of its features and its counts.
+// `lanes` threads take one row after the other to its place, in host memory.
+__global__ void __launch_bounds__(256)
+    PlaceRowsKernel(const float* rows, float* const* places, int64_t num_rows, int dim, int lanes) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, step = int64_t{gridDim.x} * blockDim.x;
+  const int lane = static_cast<int>(thread % lanes);
+  for (int64_t row = thread / lanes; row < num_rows; row += step / lanes) {
+    const float* from = rows + row * dim;
+    float* to = places[row];
+    if (dim % 4 == 0) {
+      for (int i = lane; i < dim / 4; i += lanes) {
+        reinterpret_cast<float4*>(to)[i] = __ldcs(reinterpret_cast<const float4*>(from) + i);
+      }
+    } else {
+      for (int i = lane; i < dim; i += lanes) to[i] = __ldcs(from + i);
+    }
+  }
+}
+
+/// A stream for one lookup at a time, with memory for the words of its features, its counts, and rows on their way.
 class Lane {
  public:
   Lane() {
@@ -69,13 +87,15 @@ class Lane {
   ~Lane() {
     if (stream_ != nullptr) cudaStreamSynchronize(stream_);
     cudaFree(memory_);
+    cudaFree(rows_);
     if (event_ != nullptr) cudaEventDestroy(event_);
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  void Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) {
+  void Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts, float* const* places) {
+    if (places != nullptr) StageRows(lookups, num_lookups);
     const int32_t* words = lookups[0].batch.features;
     int64_t num_words = 0, num_counts = 0;
     for (int32_t s = 0; s < num_lookups; ++s) {
@@ -95,6 +115,19 @@ class Lane {
     int32_t* counted = memory_ + num_words;
     const LaunchError error = LaunchLookupFrozen(stream_, lookups, num_lookups, counted);
     if (error != nullptr) Refuse(JAXSOK_DEVICE_FAILED, kOp, ": got \"", error, "\", wanted to launch it.");
+    for (int32_t s = 0; places != nullptr && s < num_lookups; ++s) {
+      const int32_t dim = lookups[s].store.dim;
+      const int64_t num_rows = lookups[s].batch.num_keys;
+      int lanes = 1;
+      while (lanes < 32 && lanes * 4 < dim) lanes *= 2;
+      const auto blocks = static_cast<unsigned>(std::min<int64_t>(CeilDiv<int64_t>(num_rows * lanes, 256), 1024));
+      if (blocks > 0) {
+        const auto* rows = static_cast<const float*>(lookups[s].embeddings.data[0]);
+        PlaceRowsKernel<<<blocks, 256, 0, stream_>>>(rows, places, num_rows, dim, lanes);
+      }
+      places += num_rows;
+    }
+    Require(cudaGetLastError(), kOp, "to place rows");
     const size_t num_bytes = static_cast<size_t>(num_counts) * sizeof(int32_t);
     Require(cudaMemcpyAsync(counts, counted, num_bytes, cudaMemcpyDeviceToHost, stream_), kOp, "to copy the counts");
     Require(cudaEventRecord(event_, stream_), kOp, "to record its end");
@@ -110,11 +143,47 @@ class Lane {
   }
 
  private:
+  /// Has lookups write their rows into memory of the device, those of each lookup one after the other.
+  void StageRows(FrozenLookup* lookups, int32_t num_lookups) {
+    const auto line_bytes = [&](int32_t s) {
+      return int64_t{lookups[s].store.dim} * static_cast<int64_t>(sizeof(float));
+    };
+    const auto bytes_of = [&](int32_t s) {
+      constexpr auto kAlignment = static_cast<int64_t>(Device::kOutAlignment);
+      return CeilDiv<int64_t>(lookups[s].batch.num_keys * line_bytes(s), kAlignment) * kAlignment;
+    };
+    int64_t num_bytes = 0;
+    for (int32_t s = 0; s < num_lookups; ++s) num_bytes += bytes_of(s);
+    if (num_bytes > rows_bytes_) {
+      cudaFree(rows_);
+      rows_ = nullptr;
+      rows_bytes_ = 0;
+      Require(cudaMalloc(&rows_, static_cast<size_t>(num_bytes)), kOp,
+              "memory for rows on their way to the host; leave it some beside JAX (XLA_PYTHON_CLIENT_MEM_FRACTION)");
+      rows_bytes_ = num_bytes;
+    }
+    staged_.resize(static_cast<size_t>(num_lookups));
+    char* rows = rows_;
+    for (int32_t s = 0; s < num_lookups; rows += bytes_of(s++)) {
+      std::vector<void*>& of_features = staged_[static_cast<size_t>(s)];
+      of_features.clear();
+      char* next = rows;
+      for (int32_t f = 0; f < lookups[s].batch.num_features; ++f) {
+        of_features.push_back(next);
+        next += lookups[s].num_bags[f] * line_bytes(s);
+      }
+      lookups[s].embeddings = {kRowDtypeFloat32, of_features.data()};
+    }
+  }
+
   static constexpr char kOp[] = "lookup";
   cudaStream_t stream_ = nullptr;
   cudaEvent_t event_ = nullptr;
   int32_t* memory_ = nullptr;
   int64_t size_ = 0;  // int32 of it
+  char* rows_ = nullptr;
+  int64_t rows_bytes_ = 0;
+  std::vector<std::vector<void*>> staged_;  // where the features of each lookup have their rows
 };
 
 /// Lanes that no lookup uses.
@@ -233,7 +302,8 @@ class Gpu final : public Device {
     cudaFreeHost(memory);
   }
 
-  std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts) override {
+  std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts,
+                                 float* const* places) override {
     CurrentDevice current(ordinal_);
     Require(current.error(), "lookup", "the GPU of the tables");
     std::unique_ptr<Lane> lane;
@@ -245,7 +315,7 @@ class Gpu final : public Device {
       }
     }
     if (lane == nullptr) lane = std::make_unique<Lane>();
-    lane->Begin(lookups, num_lookups, counts);
+    lane->Begin(lookups, num_lookups, counts, places);
     return std::make_unique<OnLane>(std::move(lane), free_);
   }
 

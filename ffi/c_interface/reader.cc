@@ -132,8 +132,8 @@ class Owned {
     answer.num_bytes = num_bytes;
     answer.memory = Pool::Get().Lend(device_, &answer.num_bytes);
   }
-  void Run(std::vector<FrozenLookup>& lookups) {
-    running_ = device_.Begin(lookups.data(), static_cast<int32_t>(lookups.size()), answer.counts);
+  void Run(std::vector<FrozenLookup>& lookups, float* const* places) {
+    running_ = device_.Begin(lookups.data(), static_cast<int32_t>(lookups.size()), answer.counts, places);
   }
   void Wait() {
     if (running_ != nullptr) running_->Wait();
@@ -209,16 +209,23 @@ Sizes SizesOf(const ReaderStore* stores, const ReaderInput* inputs, int64_t num_
 }
 
 /// Begins to look up on one device. Its answer has the rows of each input, then counts, words of features, and keys.
-void Begin(const ReaderStore* stores, ReaderInput* inputs, int64_t num_inputs, Owned& owned) {
+/// `places`: where the rows are copied, one for each key. The answer then has the places, and on a GPU no rows.
+void Begin(const ReaderStore* stores, ReaderInput* inputs, int64_t num_inputs, Owned& owned,
+           const std::vector<float*>* places = nullptr) {
   const Sizes sizes = SizesOf(stores, inputs, num_inputs);
-  const int64_t words_at = sizes.rows_bytes + Aligned(sizes.num_counts * static_cast<int64_t>(sizeof(int32_t)));
+  const bool has_rows = places == nullptr || Device::kIsHost;
+  const int64_t counts_at = has_rows ? sizes.rows_bytes : 0;
+  const int64_t words_at = counts_at + Aligned(sizes.num_counts * static_cast<int64_t>(sizeof(int32_t)));
   const int64_t words_bytes = num_inputs * kNumFeatureWords * static_cast<int64_t>(sizeof(int32_t));
   const int64_t keys_at = words_at + Aligned(words_bytes);
-  owned.Lend(keys_at + sizes.num_keys * static_cast<int64_t>(sizeof(uint64_t)));
+  const int64_t places_at = keys_at + sizes.num_keys * static_cast<int64_t>(sizeof(uint64_t));
+  owned.Lend(places_at + (places == nullptr ? 0 : sizes.num_keys * static_cast<int64_t>(sizeof(float*))));
   char* memory = static_cast<char*>(owned.answer.memory);
-  owned.answer.counts = reinterpret_cast<int32_t*>(memory + sizes.rows_bytes);
+  owned.answer.counts = reinterpret_cast<int32_t*>(memory + counts_at);
   auto* words = reinterpret_cast<int32_t*>(memory + words_at);
   auto* keys = reinterpret_cast<uint64_t*>(memory + keys_at);
+  auto* own_places = places == nullptr ? nullptr : reinterpret_cast<float**>(memory + places_at);
+  if (places != nullptr) std::copy(places->begin(), places->end(), own_places);
   std::vector<FrozenLookup> lookups;
   std::vector<StoreInputs> of_stores(static_cast<size_t>(sizes.num_lookups));  // lookups point to its vectors
   lookups.reserve(of_stores.size());
@@ -245,7 +252,7 @@ void Begin(const ReaderStore* stores, ReaderInput* inputs, int64_t num_inputs, O
     input.rows = reinterpret_cast<float*>(memory);
     of_store.rows.push_back(memory);
     of_store.num_bags.push_back(size);
-    memory += RowsBytes(input, stores);
+    if (has_rows) memory += RowsBytes(input, stores);
     keys += size;
     words += kNumFeatureWords;
     lookup.batch.num_keys += size;
@@ -256,35 +263,37 @@ void Begin(const ReaderStore* stores, ReaderInput* inputs, int64_t num_inputs, O
     lookups[s].embeddings = {kRowDtypeFloat32, of_stores[s].rows.data()};
     lookups[s].num_bags = of_stores[s].num_bags.data();
   }
-  owned.Run(lookups);
+  owned.Run(lookups, own_places);
 }
 
 /// The keys of a lookup that one of several devices owns.
 struct PartInputs {
   std::vector<uint64_t> keys;
-  std::vector<int64_t> lines;  // of each key among those of its input
+  std::vector<float*> places;  // of the rows of the keys
   std::vector<ReaderInput> inputs;
 };
 
-/// Gives each part its keys, as `owners_of` in serving/model/store_plans.py does.
-std::vector<PartInputs> SplitInputs(const ReaderInput* inputs, int64_t num_inputs, int64_t num_keys,
-                                    int32_t num_parts) {
+/// Gives each part its keys, as `owners_of` in serving/model/store_plans.py does. The inputs have their rows.
+std::vector<PartInputs> SplitInputs(const ReaderStore* stores, const ReaderInput* inputs, int64_t num_inputs,
+                                    int64_t num_keys, int32_t num_parts) {
   constexpr uint64_t kNoName = 0;
   std::vector<PartInputs> parts(static_cast<size_t>(num_parts));
   for (PartInputs& part : parts) {
     const auto most = static_cast<size_t>(num_keys / num_parts + num_keys / 8 + 64);
     part.keys.reserve(most);
-    part.lines.reserve(most);
+    part.places.reserve(most);
     part.inputs.assign(inputs, inputs + num_inputs);
   }
   for (int64_t i = 0; i < num_inputs; ++i) {
     for (PartInputs& part : parts)
       part.inputs[static_cast<size_t>(i)].num_keys = -static_cast<int64_t>(part.keys.size());
+    float* place = inputs[i].rows;
     for (int64_t k = 0; k < inputs[i].num_keys; ++k) {
       const uint64_t key = inputs[i].keys[k];
       PartInputs& part = parts[PartitionOf(PartitionHash(key, kNoName)) % static_cast<uint32_t>(num_parts)];
       part.keys.push_back(key);
-      part.lines.push_back(k);
+      part.places.push_back(place);
+      place += stores[inputs[i].store].dim;
     }
     for (PartInputs& part : parts)
       part.inputs[static_cast<size_t>(i)].num_keys += static_cast<int64_t>(part.keys.size());
@@ -299,17 +308,10 @@ std::vector<PartInputs> SplitInputs(const ReaderInput* inputs, int64_t num_input
   return parts;
 }
 
-/// Looks up on several devices, each of which has the rows of the keys that it owns.
+/// Looks up on several devices, each of which has the rows of the keys that it owns, and writes them into the answer.
 void LookUpInParts(const ReaderPart* parts, int32_t num_parts, ReaderInput* inputs, int64_t num_inputs, Owned& owned) {
   const ReaderStore* stores = parts[0].stores;  // of the same dims and tables as those of the others
   const Sizes sizes = SizesOf(stores, inputs, num_inputs);
-  std::vector<PartInputs> split = SplitInputs(inputs, num_inputs, sizes.num_keys, num_parts);
-  std::vector<std::unique_ptr<Owned>> answers;
-  for (int32_t p = 0; p < num_parts; ++p) {
-    PartInputs& part = split[static_cast<size_t>(p)];
-    answers.push_back(std::make_unique<Owned>(*static_cast<Device*>(parts[p].reader)));
-    if (!part.keys.empty()) Begin(parts[p].stores, part.inputs.data(), num_inputs, *answers.back());
-  }
   owned.Lend(sizes.rows_bytes + sizes.num_counts * static_cast<int64_t>(sizeof(int32_t)));
   char* memory = static_cast<char*>(owned.answer.memory);
   owned.answer.counts = reinterpret_cast<int32_t*>(memory + sizes.rows_bytes);
@@ -318,19 +320,17 @@ void LookUpInParts(const ReaderPart* parts, int32_t num_parts, ReaderInput* inpu
     inputs[i].rows = reinterpret_cast<float*>(memory);
     memory += RowsBytes(inputs[i], stores);
   }
-  for (size_t p = 0; p < answers.size(); ++p) {
-    if (split[p].keys.empty()) continue;
-    answers[p]->Wait();
-    for (int64_t c = 0; c < sizes.num_counts; ++c) owned.answer.counts[c] += answers[p]->answer.counts[c];
-    const int64_t* line = split[p].lines.data();
-    for (int64_t i = 0; i < num_inputs; ++i) {
-      const ReaderInput& input = split[p].inputs[static_cast<size_t>(i)];
-      const int64_t dim = stores[input.store].dim;
-      const size_t line_bytes = static_cast<size_t>(dim) * sizeof(float);
-      for (int64_t k = 0; k < input.num_keys; ++k) {
-        std::memcpy(inputs[i].rows + *line++ * dim, input.rows + k * dim, line_bytes);
-      }
-    }
+  std::vector<PartInputs> split = SplitInputs(stores, inputs, num_inputs, sizes.num_keys, num_parts);
+  std::vector<std::unique_ptr<Owned>> answers;  // destroyed first: nothing writes into the answer of all any more
+  for (int32_t p = 0; p < num_parts; ++p) {
+    PartInputs& part = split[static_cast<size_t>(p)];
+    if (part.keys.empty()) continue;
+    answers.push_back(std::make_unique<Owned>(*static_cast<Device*>(parts[p].reader)));
+    Begin(parts[p].stores, part.inputs.data(), num_inputs, *answers.back(), &part.places);
+  }
+  for (const auto& answer : answers) {
+    answer->Wait();
+    for (int64_t c = 0; c < sizes.num_counts; ++c) owned.answer.counts[c] += answer->answer.counts[c];
   }
 }
 
