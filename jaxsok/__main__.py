@@ -12,9 +12,12 @@ import json
 import os
 import pathlib
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -245,6 +248,35 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)
 
 
+class _Ended(BaseException):
+    """A signal, by number, came while a model was being loaded."""
+
+
+def _ending_signals() -> list[int]:
+    """Returns the signals that would end this process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+
+
+@contextlib.contextmanager
+def _closing_at_signals() -> Iterator[None]:
+    """Has such signals raise, as Ctrl-C does, so that what is open is closed; a second one ends the process."""
+
+    def end(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Ended(number)
+
+    changed = _ending_signals()
+    for number in changed:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _serve(options: argparse.Namespace) -> int:
     try:
         from jaxsok.serving import session
@@ -268,7 +300,8 @@ def _serve(options: argparse.Namespace) -> int:
                 watch.require_folder(options.watch)
             if options.processes > 1:
                 processes.prepare()
-            opened = session.open(options.config)
+            with _closing_at_signals():
+                opened = session.open(options.config)
             print(opened.report(), flush=True)
             watched = {"watch": options.watch, "watch_interval_s": options.watch_interval_s}
 
@@ -285,10 +318,15 @@ def _serve(options: argparse.Namespace) -> int:
             else:
                 found = running.Server(server.App(opened, server_options, **watched), sockets[0], **ran)
             app = found.app
+            if signal.SIGHUP in _ending_signals():
+                signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
             found.run()
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
+    except _Ended as ended:
+        sys.stderr.flush()
+        signal.raise_signal(ended.args[0])  # as it would have ended without anything to close
     if app.num_running:
         # Python waits for all threads, so a call that never returns would keep it running.
         print(f"serve: ended, with {app.num_running} calls of the session cut off", file=sys.stderr, flush=True)

@@ -578,7 +578,8 @@ class Collection:
     def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
         """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
 
-        Returns the state, which is donated, and how many rows there were.
+        Keys that wait for admission are forgotten, too; `erase` keeps their counts. Returns the state, which is
+        donated, and how many rows there were.
 
         Cost:
           16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store three times, and

@@ -195,7 +195,8 @@ class MeshShards(Shards):
 
     def read(self, array: Array) -> np.ndarray:
         if self.num_processes > 1:
-            array = jax.jit(MeshShards.reshard, static_argnums=(0, 1), out_shardings=self.same)(self, P(), array)
+            with jax.disable_jit(False):
+                array = jax.jit(MeshShards.reshard, static_argnums=(0, 1), out_shardings=self.same)(self, P(), array)
         return np.asarray(array)
 
     def replicate(self, tree: Any) -> Any:
@@ -213,7 +214,8 @@ class MeshShards(Shards):
         numbers = tuple(range(len(static)))
         shapes = jax.jit(function, static_argnums=numbers).eval_shape(*static, *operands)
         places = jax.tree.map(lambda leaf: self.place(leaf.ndim, is_split=is_split), shapes)
-        return jax.jit(function, static_argnums=numbers, out_shardings=places)(*static, *operands)
+        with jax.disable_jit(False):  # which would leave the places out
+            return jax.jit(function, static_argnums=numbers, out_shardings=places)(*static, *operands)
 
     @property
     def num_processes(self) -> int:

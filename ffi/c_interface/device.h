@@ -49,8 +49,8 @@ class Device {
   virtual void DeleteHostMemory(void* memory) const = 0;
   /// Begins to look up batches for the host: all of their arrays, and the counts of LaunchLookupFrozen, are in memory
   /// of NewHostMemory; the words of features are one array. With `places`, embeddings are float32, a row for each key,
-  /// and are copied there: one place for each key of the first lookup, then of the next. Only the host writes to the
-  /// embeddings' own arrays then. Any thread may call it. Throws Error.
+  /// and are copied there: one place for each key of the first lookup, then of the next. A GPU gathers them in its own
+  /// memory, so only on the host do the lookups need arrays for them. Any thread may call it. Throws Error.
   virtual std::unique_ptr<Running> Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts,
                                          float* const* places) = 0;
 };

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException
+from redis.retry import Retry
 
 TIMEOUT_S = 5.0  # for an answer of Redis
 CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError  # ValueError: the URL's query
@@ -29,7 +31,8 @@ def connect(url: str) -> Any:
     if not client.info("cluster")["cluster_enabled"]:
         return client
     client.close()
-    return redis.RedisCluster.from_url(url, **options)
+    # A command that had no answer is not sent again: it might be carried out twice.
+    return redis.RedisCluster.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
 def write_files(client: Any, payload: str, files: Sequence[tuple[str, int]], folder: pathlib.Path) -> str | None:

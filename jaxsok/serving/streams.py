@@ -231,6 +231,11 @@ class Publisher:
 
     def _make_room(self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int) -> list[_Entry] | None:
         """Waits until a version has room; returns those that leave for it, or None if it is the last one there."""
+        if num_bytes > self._max_bytes:
+            raise StreamFullError(
+                f'publish: folder: got "{path}" of {num_bytes} bytes, wanted at most max_bytes, {self._max_bytes}; '
+                "take more, or publish by_path."
+            )
         until = time.monotonic() + self._timeout_s
         while True:
             there, positions = self._stream.entries(), self._stream.positions()

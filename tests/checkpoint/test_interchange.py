@@ -1,26 +1,12 @@
-"""Files of other systems: independent readers read what is written, and independent writers the reverse.
+"""Tests the formats of other systems: independent readers read what is written, and independent writers the reverse.
 
-The readers and writers in this file follow the descriptions of the layouts, through struct and NumPy alone.
+The readers and writers follow the descriptions of the layouts, through struct and NumPy alone.
 """
 
-import contextlib
 import functools
-import hashlib
-import io
-import json
-import os
-import pathlib
 import shutil
-import string
 import struct
-import subprocess
-import sys
-import tempfile
-import tracemalloc
-import warnings
-import zipfile
 
-import checkpoint_cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -28,90 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from interchange_cases import BFLOAT16, by_key, folder, hps_bytes, make_records, put, sok_bytes, split
 from serving_cases import INITIALIZERS, TRACED, declare_untrained
 
 import jaxsok
-from jaxsok.checkpoint.saved import Source
-from jaxsok.interchange import columns, files, hps, npz, sok
+from jaxsok.interchange import columns, hps, npz, sok
 from jaxsok.records import Records
 
-BFLOAT16 = np.dtype(jnp.bfloat16)
 KEYS = st.integers(0, 2**64 - 2)
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-def bits(*parts):
-    """Returns numbers that depend on all arguments, as the bytes of a hash do."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
-
-
-def numbers(keys, width, what, dtype=np.float32):
-    """Returns a number for each key and column, exact in every dtype, so that a misplaced row shows."""
-    line = [[bits(int(key), column, what) % 255 - 127 for column in range(width)] for key in keys]
-    return np.array(line, np.float32).reshape(len(keys), width).astype(dtype)
-
-
-def make_records(keys, dim=3, states=(), dtype=np.float32, statistics=False):
-    """Makes records of some keys."""
-    keys = np.array(keys, np.uint64)
-    state = {name: numbers(keys, width, name) for name, width in dict(states).items()}
-    kept = [np.array([bits(int(key), what) for key in keys], np.uint32) if statistics else None for what in "lf"]
-    return Records(keys, numbers(keys, dim, "row", dtype), state, *kept)
-
-
-def split(records, sizes):
-    """Splits records into chunks of these sizes; the rest is the last chunk."""
-    begin = 0
-    for size in [*sizes, records.num_rows]:
-        yield records.take(slice(begin, begin + size))
-        begin += size
-
-
-def by_key(chunks):
-    """Returns the values of each key as plain Python."""
-    content = {}
-    for chunk in chunks:
-        for i, key in enumerate(chunk.keys.tolist()):
-            assert key not in content
-            state = {name: array[i].tolist() for name, array in chunk.state.items()}
-            kept = [None if array is None else int(array[i]) for array in (chunk.last_step, chunk.frequency)]
-            content[key] = (chunk.rows[i].tolist(), chunk.rows.dtype.name, state, *kept)
-    return content
-
-
-@contextlib.contextmanager
-def folder():
-    """Makes a directory for one example of a property test."""
-    with tempfile.TemporaryDirectory() as path:
-        yield pathlib.Path(path)
-
-
-def put(path, content):
-    """Writes a file with these bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-# Independent writers and readers ---------------------------------------------------------------------------------
-
-
-def hps_bytes(keys, rows):
-    """Returns the files `key` and `emb_vector`, number by number."""
-    return (
-        b"".join(struct.pack("<q", int(key) - 2**64 if key >= 2**63 else int(key)) for key in keys),
-        b"".join(struct.pack("<f", float(number)) for row in rows for number in row),
-    )
-
-
-def sok_bytes(kind, code, array, name=b"", slot=b""):
-    """Returns a file of SOK: 296 bytes of header, then the numbers."""
-    head = name.rjust(256) + struct.pack(">I", kind) + slot.rjust(32) + struct.pack(">I", code)
-    assert len(head) == 296
-    letter = {0: "i", 1: "q", 2: "I", 3: "Q", 4: "e", 5: "f", 6: "d"}[code]
-    flat = [value for value in np.asarray(array).reshape(-1).tolist()]
-    return head + struct.pack(f"<{len(flat)}{letter}", *flat)
 
 
 def sok_parsed(path):
@@ -312,6 +224,9 @@ def test_hps_meta(tmp_path):
     assert [chunk.frequency.tolist() for chunk in chunks] == [[5], [6]]
 
 
+# Files of other tools --------------------------------------------------------------------------------------------
+
+
 def test_files_of_other_tools_are_read(tmp_path):
     """Parquet and Arrow files need no metadata of jaxsok and any integer keys; NumPy arrays are found by name."""
     for kind in (pyarrow.int64(), pyarrow.int32(), pyarrow.uint32(), pyarrow.uint64()):
@@ -371,571 +286,42 @@ def test_columns_as_others_see_them(tmp_path):
         assert arrays["row"].tolist() == records.rows.view(np.uint16).tolist()
 
 
-# Bad files -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint32, np.uint8, ">i8"])
+@pytest.mark.parametrize("rows", [np.float16, np.float32, np.float64])
+def test_npz_of_other_tools_are_read(tmp_path, kind, rows):
+    """Arrays `key` and `row` suffice; keys may be of any integer type, as in columns."""
+    keys, numbers = np.array([7, 9, 200], kind), np.arange(6, dtype=rows).reshape(3, 2)
+    np.savez_compressed(tmp_path / "t.npz", key=keys, row=numbers)
+    read = npz.read_npz(tmp_path / "t.npz")
+    assert by_key(read) == by_key([Records(np.array([7, 9, 200], np.uint64), numbers)])
 
 
-def write_all(path):
-    """A small table in every format: by format its reader, and its files."""
-    records = make_records([7, 2**40 + 5, 9], 2, {"m": 2, "v": 2})
-    hps.write_hps(path / "hps", make_records(records.keys, 2, statistics=True), hotness=True)
-    sok.write_sok(path / "sok", "user:0", records, optimizer="adam")
-    columns.write_parquet(path / "t.parquet", split(records, [2]))
-    columns.write_arrow(path / "t.arrow", split(records, [2]))
-    npz.write_npz(path / "t.npz", records)
-    read_sok = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
-    return {
-        "hps": (functools.partial(hps.read_hps, path / "hps", dim=2, hotness=True), sorted((path / "hps").iterdir())),
-        "sok": (read_sok, sorted((path / "sok").iterdir())),
-        "parquet": (functools.partial(columns.read_parquet, path / "t.parquet"), [path / "t.parquet"]),
-        "arrow": (functools.partial(columns.read_arrow, path / "t.arrow"), [path / "t.arrow"]),
-        "npz": (functools.partial(npz.read_npz, path / "t.npz"), [path / "t.npz"]),
-    }
-
-
-@pytest.mark.parametrize("form", ["hps", "sok", "parquet", "arrow", "npz"])
-def test_files_of_another_size_are_refused(tmp_path, form):
-    """Files with bytes cut off, added or removed anywhere are refused, with the file and the byte."""
-    read, paths = write_all(tmp_path)[form]
-    wanted = by_key(read())
-    for path in paths:
-        whole = path.read_bytes()
-        # Small files are cut at every place; files of libraries, mostly metadata, at a sample of places.
-        step = 1 if form in ("hps", "sok") else 7
-        bad = [whole[:length] for length in range(0, len(whole), step)] + [whole[:-1], whole + b"\0", whole + b"PAR1"]
-        if form != "npz":  # checksums do not cover the directory of a zip
-            bad += [whole[:place] + whole[place + 1 :] for place in range(0, len(whole), 7)]
-            bad += [whole[:place] + b"\0" + whole[place:] for place in range(0, len(whole), 7)]
-        untouched = 0
-        for content in bad:
-            put(path, content)
-            try:
-                # Parquet has unused room; the parts that checksums cover are unchanged then.
-                assert by_key(read()) == wanted and form == "parquet" and abs(len(content) - len(whole)) == 1
-                untouched += 1
-            except ValueError as error:
-                assert path.name in str(error) and any(what in str(error) for what in ("byte", "line", "batch"))
-        assert untouched < len(bad) / 100
-        path.unlink()
-        with pytest.raises(FileNotFoundError, match=path.name):
-            read()
-        put(path, whole)
-    assert by_key(read()) == wanted
-
-
-def pieces_moved(whole, sizes):
-    """Returns a file with some bytes removed or inserted: zeros, or a copy of the bytes before."""
-    for place in range(0, len(whole), 8):
-        for size in sizes:
-            yield whole[:place] + whole[place + size :]
-            yield whole[:place] + bytes(size) + whole[place:]
-            yield whole[:place] + whole[max(0, place - size) : place] + whole[place:]
-
-
-@pytest.mark.parametrize("maker", ["jaxsok", "jaxsok, an empty batch", "pyarrow", "pyarrow, lz4"])
-def test_arrow_files_with_bytes_cut_out_or_put_in_are_refused(tmp_path, maker):
-    """Multiples of 8 bytes keep the alignment; a file that is not refused has the same content."""
-    path = tmp_path / "t.arrow"
-    records = make_records(range(1, 40), 3, {"m": 3})
-    if maker.startswith("jaxsok"):
-        columns.write_arrow(path, split(records, [0] if "empty" in maker else [15, 15]))
-    else:
-        lists = [pyarrow.FixedSizeListArray.from_arrays(array.reshape(-1), 3) for array in (records.rows,)]
-        table = pyarrow.table([pyarrow.array(records.keys), *lists], names=["key", "row"])
-        options = pyarrow.ipc.IpcWriteOptions(compression="lz4" if "lz4" in maker else None)
-        with pyarrow.ipc.new_file(path, table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=16)
-    whole, wanted = path.read_bytes(), by_key(columns.read_arrow(path))
-    bad = list(pieces_moved(whole, (8,) if maker == "jaxsok" else (64,)))
-    passed = 0
-    for content in bad:
-        put(path, content)
-        try:
-            assert by_key(columns.read_arrow(path)) == wanted
-            passed += 1
-        except ValueError as error:
-            assert "t.arrow" in str(error) and any(what in str(error) for what in ("byte", "batch"))
-    assert len(bad) > 400 and passed == sum(content == whole for content in bad)
-
-
-@pytest.mark.parametrize("num_bytes", [1, 13])
-@hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=60)
-def test_arrow_files_with_other_bytes_are_refused(num_bytes, data):
-    """Changed bytes are found in the footer, in the heads of batches and in columns."""
-    with folder() as path:
-        columns.write_arrow(path / "t.arrow", split(make_records([7, 2**40 + 5, 9], 2, {"m": 2}), [2]))
-        whole, wanted = (path / "t.arrow").read_bytes(), by_key(columns.read_arrow(path / "t.arrow"))
-        place = data.draw(st.integers(0, len(whole) - 1))
-        word = data.draw(st.binary(min_size=num_bytes, max_size=num_bytes))
-        put(path / "t.arrow", (whole[:place] + word + whole[place + num_bytes :])[: len(whole)])
-        try:
-            assert by_key(columns.read_arrow(path / "t.arrow")) == wanted
-        except ValueError as error:
-            assert "t.arrow" in str(error)
-
-
-def entry_of(array):
-    """Returns an array as `.npy` stores it."""
-    with io.BytesIO() as file:
-        np.save(file, array)
-        return file.getvalue()
-
-
-def claims(shape, dtype="<f4"):
-    """Returns the head of an array without its data."""
-    text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
-
-
-NPZ = {
-    "a duplicate": ["key.npy", ("key.npy", entry_of(np.array([1, 2, 3], np.uint64)))],
-    "a name without .npy": [("key", entry_of(np.array([1, 2, 3], np.uint64)))],
-    "the same name with and without .npy": ["key.npy", ("key", b"123")],
-    "no array": [("key.npy", b"123")],
-    "text": ["key.npy", ("readme.txt", b"hello")],
-    "an array of objects": [("key.npy", claims((3,), "|O") + b"N.")],
-    "a scalar": [("key.npy", entry_of(np.uint64(3)))],
-    "fields": [("key.npy", entry_of(np.zeros(3, [("a", "<u8")])))],
-    "strings": [("key.npy", entry_of(np.array(["7", "8", "9"])))],
-    "floats": [("key.npy", entry_of(np.ones(3)))],
-    "one of the statistics": ["key.npy", ("last_step.npy", entry_of(np.ones(3, np.uint32)))],
-    "an unknown dtype of rows": ["key.npy", ("row_dtype.npy", entry_of(np.array("int8")))],
-    "a shape beyond memory": [("key.npy", claims((2**50,), "<u8"))],
-    "an array that claims more than there is": [("key.npy", claims((2**28,), "<u8"))],
-    "a negative shape": [("key.npy", claims((-1,), "<u8"))],
-    "statistics of objects": ["key.npy", ("last_step.npy", entry_of(np.array("x")))],
-    "a state of one axis": ["key.npy", ("state.m.npy", entry_of(np.ones(3, np.float32)))],
-}
-
-
-@pytest.mark.parametrize("case", NPZ)
-def test_npz_entries_that_cannot_be_are_refused(tmp_path, case):
-    """Duplicates, invalid arrays, arrays of other types, and sizes that only the head claims are refused."""
-    whole = {
-        "key.npy": entry_of(np.array([7, 8, 9], np.uint64)),
-        "row.npy": entry_of(np.ones((3, 2), np.float32)),
-        "row_dtype.npy": entry_of(np.array("float32")),
-    }
-    with zipfile.ZipFile(tmp_path / "t.npz", "w") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # two entries have one name
-        rest = ["row.npy"] if "dtype" in case else ["row.npy", "row_dtype.npy"]
-        for file_name in [*rest, *NPZ[case]]:
-            file.writestr(*((file_name, whole[file_name]) if isinstance(file_name, str) else file_name))
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=r"read_npz: .*t\.npz: "):
+def test_npz_keys_are_widened_by_their_sign(tmp_path):
+    np.savez(tmp_path / "t.npz", key=np.array([-2, 3], np.int32), row=np.ones((2, 1), np.float32))
+    (chunk,) = npz.read_npz(tmp_path / "t.npz")
+    assert chunk.keys.tolist() == [2**64 - 2, 3]
+    np.savez(tmp_path / "t.npz", key=np.array([-1, 3], np.int32), row=np.ones((2, 1), np.float32))
+    with pytest.raises(ValueError, match=r"got 2\*\*64 - 1 \(int64 -1\)"):
         npz.read_npz(tmp_path / "t.npz")
-    assert tracemalloc.get_traced_memory()[1] < 1 << 24
-    tracemalloc.stop()
 
 
-@pytest.mark.parametrize("form", ["parquet", "npz"])
-def test_bytes_that_were_changed_are_found(tmp_path, form):
-    """Checksums find them before the first chunk is yielded; an accepted file holds what was written."""
-    read, (path,) = write_all(tmp_path)[form]
-    whole, wanted, found = path.read_bytes(), by_key(read()), 0
-    places = range(0, len(whole), 2)
-    for place in places:
-        put(path, whole[:place] + bytes([whole[place] ^ (1, 16, 128)[place // 2 % 3]]) + whole[place + 1 :])
-        try:
-            assert by_key(read()) == wanted
-        except ValueError as error:
-            assert path.name in str(error)
-            found += 1
-    # The times of files in a zip have no checksum and are never read; the same holds for the mark before a footer.
-    assert found > 0.6 * len(places) if form == "npz" else found >= len(places) - 4
+def test_npz_of_the_other_byte_order_are_read(tmp_path):
+    rows, state = np.arange(8, dtype=">f4").reshape(2, 4), np.arange(2, dtype=">f4").reshape(2, 1)
+    statistics = {"last_step": np.array([1, 2], ">u4"), "frequency": np.array([3, 4], ">u4")}
+    np.savez(tmp_path / "t.npz", key=np.array([7, 2**40], ">i8"), row=rows, **{"state.m": state}, **statistics)
+    assert by_key(npz.read_npz(tmp_path / "t.npz")) == {
+        7: ([0, 1, 2, 3], "float32", {"m": [0]}, 1, 3),
+        2**40: ([4, 5, 6, 7], "float32", {"m": [1]}, 2, 4),
+    }
 
 
-@pytest.mark.parametrize("end", ["key", "weight", "Adam-m"])
-@hypothesis.given(place=st.integers(0, 295), value=st.integers(0, 255))
-def test_headers_that_were_changed_are_refused(end, place, value):
-    """The error names the file and the changed field's bytes, or the value that no longer fits."""
-    with folder() as path:
-        _, paths = write_all(path)["sok"]
-        read = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
-        (changed,) = (path for path in paths if path.name == f"user_0-{end}")
-        content = bytearray(changed.read_bytes())
-        hypothesis.assume(content[place] != value)
-        # The reader cannot detect int64 for uint64, other punctuation in names, or a blank slot.
-        hypothesis.assume(not (place == 295 and end == "key" and value == 3))
-        hypothesis.assume(not (place == 254 and chr(value) in string.punctuation))
-        hypothesis.assume(not (place == 291 and end == "Adam-m" and value == 32))
-        content[place] = value
-        put(changed, bytes(content))
-        with pytest.raises(ValueError) as info:
-            read()
-        fields = {"0 to 255": range(256), "256 to 259": range(256, 260), "260 to 291": range(260, 292)}
-        field = next((field for field, places in fields.items() if place in places), None)
-        if field is not None:
-            assert f"{changed}: byte" in str(info.value)
-            assert f"bytes {field}:" in str(info.value) or f"byte {place}:" in str(info.value)
-        else:  # a dtype that is unknown, of another kind or of another width
-            assert f"{changed}: bytes 292 to 295: dtype: got" in str(info.value) or "byte" in str(info.value)
-
-
-def test_messages_of_headers(tmp_path):
-    """The messages are compared in full."""
-    _, paths = write_all(tmp_path)["sok"]
-    read = functools.partial(sok.read_sok, tmp_path / "sok", dim=2)
-    key = next(path for path in paths if path.name == "user_0-key")
-    whole = key.read_bytes()
-    put(key, whole[:256] + struct.pack(">I", 7) + whole[260:])
-    with pytest.raises(
-        ValueError, match=r"user_0-key: bytes 256 to 259: kind of file: got 7 \(unknown\), wanted 0 \(k"
-    ):
-        read("user:0")
-    put(key, whole[:292] + struct.pack(">I", 5) + whole[296:])
-    with pytest.raises(
-        ValueError, match=r"user_0-key: bytes 292 to 295: dtype: got 5 \(float32\), wanted one of {0: 'i"
-    ):
-        read("user:0")
-    put(key, b"other".rjust(256) + whole[256:])
-    with pytest.raises(ValueError, match=r"user_0-key: bytes 0 to 255: table: got 'other', wanted 'user:0' or blanks"):
-        read("user:0")
-    put(key, whole[:100])
-    with pytest.raises(
-        ValueError, match=r"user_0-key: byte 100: got the end of the file, wanted a header of 296 bytes"
-    ):
-        read("user:0")
-    put(key, whole)
-    with pytest.raises(ValueError, match=r"user_0-weight: byte 320: got the end of the file \(320 bytes\), wanted 332"):
-        sok.read_sok(tmp_path / "sok", "user:0", dim=3)
-
-
-@pytest.mark.parametrize("form", [columns, npz])
-def test_a_part_of_an_optimizers_state_is_refused(form, tmp_path):
-    """The rest would be initial, and a step of Adam without its `v` is a thousand times too long."""
-    write, ending = (columns.write_parquet, "parquet") if form is columns else (npz.write_npz, "npz")
-    write(tmp_path / f"item.{ending}", make_records(np.arange(3), 2, {"m": 2}))
-    collection = jaxsok.Collection([jaxsok.TableSpec("item", 2, jaxsok.optim.adam(0.1))], [])
-    with pytest.raises(ValueError, match=r"got optimizer state {'m': 2} in the file, wanted {'m': 2, 'v': 2}"):
-        form.load(collection, collection.init(), tmp_path)
-    state = form.load(collection, collection.init(), tmp_path, with_state=False)
-    assert collection.num_rows(state) == {"item": 3}
-
-
-def test_state_with_fewer_lines_than_keys(tmp_path):
-    """SOK's defect is refused and explained."""
-    put(tmp_path / "t-key", sok_bytes(0, 1, [7, 9, 4]))
-    put(tmp_path / "t-weight", sok_bytes(1, 5, np.ones((3, 2))))
-    put(tmp_path / "t-Adagrad-accumulator", sok_bytes(2, 5, np.ones((2, 2))))
-    with pytest.raises(ValueError, match=r"byte 312: .*after 2 lines of state, wanted 3, .*never trained"):
-        sok.read_sok(tmp_path, "t", dim=2, optimizer="adagrad")
-    assert sok.read_sok(tmp_path, "t", dim=2).num_rows == 3
-
-
-@pytest.mark.parametrize("keys", [[7, 2**64 - 1, 9], [7, 9, 5, 9]])
-def test_keys_that_cannot_be_are_refused(tmp_path, keys, monkeypatch):
-    """PADDING_KEY and repeated keys, however far apart and in however many passes, are refused with their byte."""
-    rows, place = np.ones((len(keys), 1), np.float32), 1 if len(keys) == 3 else 3
-    key, numbers_ = hps_bytes(keys, rows)
-    put(tmp_path / "key", key)
-    put(tmp_path / "emb_vector", numbers_)
-    put(tmp_path / "t-key", sok_bytes(0, 3, np.array(keys, np.uint64)))
-    put(tmp_path / "t-weight", sok_bytes(1, 5, rows))
-    put(tmp_path / "t_keys.file", key)
-    put(tmp_path / "t_values.file", numbers_)
-    arrays = {"key": np.array(keys, np.uint64), "row": rows, "row_dtype": np.array("float32")}
-    np.savez(tmp_path / "t.npz", **arrays)
-    table = pyarrow.table(
-        {"key": arrays["key"], "row": pyarrow.array(rows.tolist(), pyarrow.list_(pyarrow.float32(), 1))}
-    )
-    parquet.write_table(table, tmp_path / "t.parquet")
-    with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
-        writer.write_table(table)
-    for held in (files.KEYS_HELD, 2, 1):
-        monkeypatch.setattr(files, "KEYS_HELD", held)
-        monkeypatch.setattr(files, "CHUNK_BYTES", 8 * held)
-        with pytest.raises(ValueError, match=f"key: byte {8 * place}: key: got"):
-            hps.read_hps(tmp_path, dim=1)
-        with pytest.raises(ValueError, match=f"t-key: byte {296 + 8 * place}: key: got"):
-            sok.read_sok(tmp_path, "t", dim=1)
-        with pytest.raises(ValueError, match=f"t_keys.file: byte {8 * place}: key: got"):
-            sok.read_sok_v1(tmp_path, "t", dim=1)
-        with pytest.raises(ValueError, match=r"t.npz: .*key"):
-            npz.read_npz(tmp_path / "t.npz")
-        for read, name in ((columns.read_parquet, "t.parquet"), (columns.read_arrow, "t.arrow")):
-            with pytest.raises(ValueError, match=f"{name}: line {place}: key: got"):
-                read(tmp_path / name)
-
-
-def test_a_file_that_shrinks_while_it_is_read(tmp_path):
-    """The chunk is refused instead of being half read."""
-    hps.write_hps(tmp_path, make_records(range(4), 2))
-    chunks = iter(hps.read_hps(tmp_path, dim=2, chunk_rows=2))
-    next(chunks)
-    whole = (tmp_path / "emb_vector").read_bytes()
-    put(tmp_path / "emb_vector", whole[:-4])
-    with pytest.raises(ValueError, match=r"emb_vector: byte 28: got the end of the file, wanted 32 bytes"):
-        next(chunks)
-
-
-COLUMNS = {
-    "wanted also": {"key": [7]},
-    'column "key": got double, wanted uint64': {"key": [7.0], "row": [[1.0]]},
-    'column "row": got list<': {"key": [7], "row": [[1.0]]},
-    'column "note": got an unknown column': {"key": [7], "row": None, "note": ["x"]},
-    'column "frequency": got int64': {"key": [7], "row": None, "frequency": [1]},
-    'column "state.m": got double': {"key": [7], "row": None, "state.m": [1.0]},
-    "got nulls": {"key": [None], "row": None},
-}
-
-
-@pytest.mark.parametrize("message", COLUMNS)
-def test_columns_of_another_type_are_refused(tmp_path, message):
-    """The error names each of them."""
-    row = pyarrow.array([[1.0, 2.0]], pyarrow.list_(pyarrow.float32(), 2))
-    content = {name: row if values is None else values for name, values in COLUMNS[message].items()}
-    content["key"] = pyarrow.array(content["key"], pyarrow.float64() if "key" in message else pyarrow.int64())
-    table = pyarrow.table(content)
-    parquet.write_table(table, tmp_path / "t.parquet")
-    with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
-        writer.write_table(table)
-    for read, name in ((columns.read_parquet, "t.parquet"), (columns.read_arrow, "t.arrow")):
-        with pytest.raises(ValueError) as info:
-            read(tmp_path / name)
-        assert message in str(info.value) and name in str(info.value)
+def test_npz_rows_of_16_bits_need_their_dtype(tmp_path):
+    np.savez(tmp_path / "t.npz", key=np.array([3]), row=np.ones((1, 2), np.uint16))
+    with pytest.raises(ValueError, match=r"t\.npz: row: got uint16 with row_dtype uint16, wanted one of"):
+        npz.read_npz(tmp_path / "t.npz")
 
 
 # What cannot be written ------------------------------------------------------------------------------------------
-
-WRONG = {
-    "keys: got int64": Records(np.array([7]), np.ones((1, 2), np.float32)),
-    "keys: got 2": Records(np.array([2**64 - 1], np.uint64), np.ones((1, 2), np.float32)),
-    "rows: got int64": Records(np.array([7], np.uint64), np.ones((1, 2), np.int64)),
-    "rows: got float32[2, 2]": Records(np.array([7], np.uint64), np.ones((2, 2), np.float32)),
-    'state["m"]: got float64': Records(np.array([7], np.uint64), np.ones((1, 2), np.float32), {"m": np.ones((1, 2))}),
-    "frequency: got int64": Records(
-        np.array([7], np.uint64), np.ones((1, 2), np.float32), frequency=np.array([1], np.int64)
-    ),
-    "chunk 1: got rows of 3": [make_records([7], 2), make_records([9], 3)],
-    "got int": [7],
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_records_leave_no_file(tmp_path, message):
-    """In every format no new file is left behind, and existing files stay."""
-    write_all(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for write in (
-        lambda records: hps.write_hps(tmp_path / "hps", records, overwrite=True),
-        lambda records: sok.write_sok(tmp_path / "sok", "user:0", records, overwrite=True),
-        lambda records: columns.write_parquet(tmp_path / "t.parquet", records, overwrite=True),
-        lambda records: columns.write_arrow(tmp_path / "t.arrow", records, overwrite=True),
-        lambda records: npz.write_npz(tmp_path / "t.npz", records, overwrite=True),
-    ):
-        with pytest.raises((TypeError, ValueError)) as info:
-            write(WRONG[message])
-        assert message in str(info.value)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
-    """With overwrite, no file of the old export remains that would not fit the new export."""
-    write_all(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    new = make_records([1, 2, 3], 2)
-    writes = (
-        functools.partial(hps.write_hps, tmp_path / "hps", new),
-        functools.partial(sok.write_sok, tmp_path / "sok", "user:0", new),
-        functools.partial(columns.write_parquet, tmp_path / "t.parquet", new),
-        functools.partial(columns.write_arrow, tmp_path / "t.arrow", new),
-        functools.partial(npz.write_npz, tmp_path / "t.npz", new),
-    )
-    for write in writes:
-        with pytest.raises(FileExistsError, match="is there already; pass overwrite=True"):
-            write()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    for write in writes:
-        write(overwrite=True)
-    assert sorted(path.name for path in (tmp_path / "hps").iterdir()) == ["emb_vector", "key"]
-    assert sorted(path.name for path in (tmp_path / "sok").iterdir()) == ["user_0-key", "user_0-weight"]
-    assert by_key(columns.read_parquet(tmp_path / "t.parquet")) == by_key([new])
-
-
-def test_only_files_of_the_dump_are_overwritten(tmp_path):
-    """Files with a common prefix stay; state of any slot, SOK's own or with this table's header, is removed."""
-    old = make_records([1, 2], 3, {"m": 3, "x": 3})
-    sok.write_sok(tmp_path, "user", old, optimizer={"m": "Adam-m", "x": "Mine-x"})
-    (tmp_path / "user-Adam-v").write_bytes(b"torn")
-    header = (tmp_path / "user-Mine-x").read_bytes()
-    others = {
-        "user-notes.txt": b"mine",
-        "user-": b"",
-        "user-log-2024": bytes(400).replace(b"\0", b" "),
-        "user-Mine-y": header,  # another slot
-        "user-other-x": b"guest".rjust(256) + header[256:],  # another table
-    }
-    for name, content in others.items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "user-photos-more").mkdir()
-    sok.write_sok(tmp_path, "user", make_records([3], 3), overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {*others, "user-photos-more", "user-key", "user-weight"}
-    assert all((tmp_path / name).read_bytes() == content for name, content in others.items())
-
-
-def test_what_cannot_be_replaced_is_found_before_anything_goes(tmp_path, monkeypatch):
-    """A folder in a file's place, one that appears during the export, and a failing disk leave recoverable files."""
-    sok.write_sok(tmp_path, "user", make_records([1, 2], 3))
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    folder = tmp_path / "user-Adam-m"
-
-    def late():
-        folder.mkdir()
-        yield make_records([3], 3, {"m": 3})
-
-    state = {"optimizer": {"m": "Adam-m"}, "overwrite": True}
-    for records in (files.RecordChunks(1, 3, {"m": 3}, late), make_records([3], 3, {"m": 3})):
-        with pytest.raises(IsADirectoryError, match="user-Adam-m: got a folder"):
-            sok.write_sok(tmp_path, "user", records, **state)
-        assert {path: path.read_bytes() for path in tmp_path.iterdir() if path != folder} == before
-    folder.rmdir()
-    replace = os.replace
-
-    def fails_at_weight(source, target):
-        if str(target).endswith("weight"):
-            raise OSError("the disk is gone")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", fails_at_weight)
-    with pytest.raises(OSError, match="the disk is gone") as info:
-        sok.write_sok(tmp_path, "user", make_records([3], 3), overwrite=True)
-    partials = sorted(tmp_path.glob("*.partial"))
-    assert len(partials) == 2 and all(str(path) in info.value.__notes__[0] for path in partials)
-    assert not (tmp_path / "user-key").exists()
-    monkeypatch.undo()
-    for path in partials:
-        path.rename(path.with_name(path.name.rsplit(".", 2)[0]))
-    assert by_key(sok.read_sok(tmp_path, "user", dim=3)) == by_key([make_records([3], 3)])
-
-
-def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
-    """The writer that ends last replaces the file completely."""
-
-    def chunks():
-        yield make_records([1], 2)
-        hps.write_hps(tmp_path, make_records([3], 2), overwrite=True)
-        yield make_records([2], 2)
-
-    hps.write_hps(tmp_path, chunks(), overwrite=True)
-    assert by_key(hps.read_hps(tmp_path, dim=2)) == by_key([make_records([1, 2], 2)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["emb_vector", "key"]
-
-
-def test_files_that_another_writer_left_meanwhile_go_too(tmp_path):
-    """State written during an export of rows alone is removed, since it would not fit them."""
-
-    def chunks():
-        yield make_records([1], 2)
-        sok.write_sok(tmp_path, "user", make_records([3, 4], 2, {"m": 2, "v": 2}), optimizer="adam", overwrite=True)
-        yield make_records([2], 2)
-
-    sok.write_sok(tmp_path, "user", chunks(), overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["user-key", "user-weight"]
-    assert by_key(sok.read_sok(tmp_path, "user", dim=2)) == by_key([make_records([1, 2], 2)])
-
-
-@pytest.fixture(scope="module")
-def writers(tmp_path_factory):
-    """Returns two processes that write on command, and their folder."""
-    root = tmp_path_factory.mktemp("written")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, "-W", "ignore", checkpoint_cases.__file__, "writes", str(root)]
-    with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(subprocess.Popen([*command, number], env=environment, text=True, **pipes))
-            for number in "12"
-        ]
-        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-        yield root, both
-        for child in both:
-            child.stdin.close()
-
-
-def read_back(form, path):
-    """Returns the numbers at a written path, which must all come from one writer."""
-    if form == "export":
-        source = Source.of("test", path)
-        source.verify(["item"])
-        chunks = list(source.records("item"))
-    elif form == "model":
-        source = json.loads((path / "model.json").read_text())["of"]
-        return {source, *(path / "model.stablehlo").read_text()}
-    else:
-        read = {
-            "hps": lambda: hps.read_hps(path, dim=2, hotness=True),
-            "sok": lambda: sok.read_sok(path, "item", dim=2, optimizer="adam"),
-            "npz": lambda: npz.read_npz(path),
-            "arrow": lambda: columns.read_arrow(path),
-            "parquet": lambda: columns.read_parquet(path),
-        }[form]
-        chunks = list(read())
-    assert sum(chunk.num_rows for chunk in chunks) == 39
-    found = [np.unique(chunk.rows) for chunk in chunks]
-    found += [np.unique(array) for chunk in chunks for array in chunk.state.values()]
-    found += [np.unique(chunk.frequency) for chunk in chunks if chunk.frequency is not None]
-    return {str(int(number)) for array in found for number in array}
-
-
-def check_races(writers, form, rounds, overwrite):
-    root, both = writers
-    for number in range(rounds):
-        path = root / f"{form}.{overwrite}.{number}_of_{rounds}"
-        for process in both:
-            process.stdin.write(f"{form} {path.name} {overwrite}\n")
-            process.stdin.flush()
-        lines = [process.stdout.readline() for process in both]
-        succeeded = {str(n) for n, line in enumerate(lines, 1) if line == "written\n"}
-        # The loser gets an error; only the winner's files are there.
-        assert len(succeeded) == 1 or (overwrite and succeeded), lines
-        assert all(
-            line == "written\n" or (line.startswith("FileExistsError") and str(path) in line) for line in lines
-        ), lines
-        found = read_back(form, path)
-        assert len(found) == 1 and found <= succeeded, (found, lines)
-        below = [*root.iterdir(), *(path.iterdir() if path.is_dir() else [])]
-        assert not [child.name for child in below if child.suffix in (".writing", ".partial")]
-
-
-FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
-
-
-@pytest.mark.parametrize("form", FORMS_RACED)
-def test_of_two_writers_of_one_path_one_succeeds(writers, form):
-    """Two processes write at the same time, like a preempted job and its successor."""
-    check_races(writers, form, 8, False)
-
-
-@pytest.mark.parametrize("form", FORMS_RACED[2:])
-def test_two_writers_that_may_overwrite_do_not_mix(writers, form):
-    check_races(writers, form, 8, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS_RACED)
-def test_many_rounds_of_two_writers(writers, form):
-    check_races(writers, form, 200, False)
-
-
-def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
-    """The writer dies between two chunks."""
-    write_all(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-    def broken():
-        yield make_records([1], 2)
-        raise RuntimeError("the disk is gone")
-
-    for write in (
-        lambda: hps.write_hps(tmp_path / "hps", broken(), overwrite=True),
-        lambda: sok.write_sok(tmp_path / "sok", "user:0", broken(), overwrite=True),
-        lambda: columns.write_parquet(tmp_path / "t.parquet", broken(), overwrite=True),
-        lambda: columns.write_arrow(tmp_path / "t.arrow", broken(), overwrite=True),
-    ):
-        with pytest.raises(RuntimeError, match="the disk is gone"):
-            write()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_what_sok_cannot_hold(tmp_path):
@@ -978,6 +364,23 @@ def test_names_that_collide_on_disk(tmp_path):
             sok.write_sok(tmp_path, "a_b", make_records([9]), overwrite=overwrite)
     (chunk,) = sok.read_sok(tmp_path, "a:b", dim=3)
     assert chunk.keys.tolist() == [7]
+
+
+def test_npz_refuses_to_write_a_key_twice(tmp_path):
+    """A table that could not be read again is not written; a file that is there stays."""
+    npz.write_npz(tmp_path / "t.npz", make_records([5], 2))
+    twice = Records(np.array([7, 9, 7], np.uint64), np.ones((3, 2), np.float32))
+    with pytest.raises(ValueError, match=r"write_npz: records.keys\[2\]: key: got 7 a second time"):
+        npz.write_npz(tmp_path / "t.npz", twice, overwrite=True)
+    assert by_key(npz.read_npz(tmp_path / "t.npz")) == by_key([make_records([5], 2)])
+
+
+@pytest.mark.parametrize("write", [columns.write_parquet, columns.write_arrow, npz.write_npz])
+def test_one_statistic_alone_is_not_written(tmp_path, write):
+    records = Records(np.array([7], np.uint64), np.ones((1, 2), np.float32), last_step=np.ones(1, np.uint32))
+    with pytest.raises(ValueError, match=rf"{write.__name__}: records: got last_step alone, wanted"):
+        write(tmp_path / "t", records)
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_is_bounded_by_chunks(tmp_path):
@@ -1236,58 +639,6 @@ def test_statistics_follow_their_key(tmp_path):
         assert {key: chunk[3:] for key, chunk in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint32, np.uint8, ">i8"])
-@pytest.mark.parametrize("rows", [np.float16, np.float32, np.float64])
-def test_npz_of_other_tools_are_read(tmp_path, kind, rows):
-    """Arrays `key` and `row` suffice; keys may be of any integer type, as in columns."""
-    keys, numbers = np.array([7, 9, 200], kind), np.arange(6, dtype=rows).reshape(3, 2)
-    np.savez_compressed(tmp_path / "t.npz", key=keys, row=numbers)
-    read = npz.read_npz(tmp_path / "t.npz")
-    assert by_key(read) == by_key([Records(np.array([7, 9, 200], np.uint64), numbers)])
-
-
-def test_npz_keys_are_widened_by_their_sign(tmp_path):
-    np.savez(tmp_path / "t.npz", key=np.array([-2, 3], np.int32), row=np.ones((2, 1), np.float32))
-    (chunk,) = npz.read_npz(tmp_path / "t.npz")
-    assert chunk.keys.tolist() == [2**64 - 2, 3]
-    np.savez(tmp_path / "t.npz", key=np.array([-1, 3], np.int32), row=np.ones((2, 1), np.float32))
-    with pytest.raises(ValueError, match=r"got 2\*\*64 - 1 \(int64 -1\)"):
-        npz.read_npz(tmp_path / "t.npz")
-
-
-def test_npz_of_the_other_byte_order_are_read(tmp_path):
-    rows, state = np.arange(8, dtype=">f4").reshape(2, 4), np.arange(2, dtype=">f4").reshape(2, 1)
-    statistics = {"last_step": np.array([1, 2], ">u4"), "frequency": np.array([3, 4], ">u4")}
-    np.savez(tmp_path / "t.npz", key=np.array([7, 2**40], ">i8"), row=rows, **{"state.m": state}, **statistics)
-    assert by_key(npz.read_npz(tmp_path / "t.npz")) == {
-        7: ([0, 1, 2, 3], "float32", {"m": [0]}, 1, 3),
-        2**40: ([4, 5, 6, 7], "float32", {"m": [1]}, 2, 4),
-    }
-
-
-def test_npz_rows_of_16_bits_need_their_dtype(tmp_path):
-    np.savez(tmp_path / "t.npz", key=np.array([3]), row=np.ones((1, 2), np.uint16))
-    with pytest.raises(ValueError, match=r"t\.npz: row: got uint16 with row_dtype uint16, wanted one of"):
-        npz.read_npz(tmp_path / "t.npz")
-
-
-def test_npz_refuses_to_write_a_key_twice(tmp_path):
-    """A table that could not be read again is not written; a file that is there stays."""
-    npz.write_npz(tmp_path / "t.npz", make_records([5], 2))
-    twice = Records(np.array([7, 9, 7], np.uint64), np.ones((3, 2), np.float32))
-    with pytest.raises(ValueError, match=r"write_npz: records.keys\[2\]: key: got 7 a second time"):
-        npz.write_npz(tmp_path / "t.npz", twice, overwrite=True)
-    assert by_key(npz.read_npz(tmp_path / "t.npz")) == by_key([make_records([5], 2)])
-
-
-@pytest.mark.parametrize("write", [columns.write_parquet, columns.write_arrow, npz.write_npz])
-def test_one_statistic_alone_is_not_written(tmp_path, write):
-    records = Records(np.array([7], np.uint64), np.ones((1, 2), np.float32), last_step=np.ones(1, np.uint32))
-    with pytest.raises(ValueError, match=rf"{write.__name__}: records: got last_step alone, wanted"):
-        write(tmp_path / "t", records)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("module", ["parquet", "arrow", "npz"])
 def test_one_statistic_alone_enters_nothing(tmp_path, module):
     """The file of the second table is refused before a row of the first is entered."""
@@ -1309,13 +660,13 @@ def test_one_statistic_alone_enters_nothing(tmp_path, module):
     assert not hasattr(caught.value, "state")
 
 
-# Defaults of HPS for keys without a row ------------------------------------------------------------------------------
+# Defaults of HPS for keys without a row --------------------------------------------------------------------------
 
 
 def test_hps_directories_are_found_by_the_name_that_is_given(tmp_path):
     """Other programs spell names otherwise than `save`."""
     collection = collection_of(1, names=("user", "item"))
-    for folder, key in (("sparse_2000.model", 7), ("sparse_2000_model", 8), ("b_1", 9)):
+    for folder, key in (("sparse_2000.model", 7), ("sparse_2000_model", 8), ("b_1", 9)):  # noqa: F402
         (tmp_path / folder).mkdir()
         np.array([key], "<i8").tofile(tmp_path / folder / "key")
         np.ones(collection.tables[0].dim, "<f4").tofile(tmp_path / folder / "emb_vector")

@@ -58,6 +58,20 @@ def test_a_state_grows_without_jit(admission):
     np.testing.assert_allclose([under[key] for key in rows], list(rows.values()), rtol=1e-5, atol=1e-7)
 
 
+def test_a_state_that_grew_without_jit_lies_where_others_do():
+    """On a mesh all arrays are split as they are otherwise, before any step puts them there."""
+    states = []
+    for setting in (contextlib.nullcontext, jax.disable_jit):
+        collection = declare(programs.mesh(2))
+        batch = collection.batch({"f": np.arange(400).reshape(200, 2)})
+        with setting():
+            state = collection.grow(collection.init(seed=0), batch)
+            records = collection.export_table(state, "t")
+        assert state.stores[0].capacity > 64 and len(records["keys"]) == 0
+        states.append(jax.tree.map(lambda leaf: leaf.sharding, state))
+    assert jax.tree.leaves(states[0]) == jax.tree.leaves(states[1])
+
+
 @pytest.mark.parametrize("options", [{}, {"max_capacity": 64, "eviction": jaxsok.policies.LeastRecentlyUsed()}])
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_the_loop_makes_no_hidden_transfer_to_devices(num_shards, options):

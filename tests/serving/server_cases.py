@@ -1,18 +1,26 @@
-"""A session in memory, of which every answer can be foretold, and a server over it; for tests of the server alone.
+"""A session in memory whose answers are known in advance, a server over it, and requests and checks for its clients.
+
+Only tests of the server itself use them.
 
 `python tests/serving/server_cases.py SECONDS [DRAIN_S [NUM_PROCESSES]]` runs one as a process of its own: the versions
 of its tables rise meanwhile.
 """
 
+import asyncio
 import contextlib
 import dataclasses
+import io
 import itertools
+import json
 import os
 import pathlib
+import socket
+import struct
 import sys
 import threading
 import time
 
+import httpx
 import numpy as np
 import prometheus_client.parser
 
@@ -23,6 +31,17 @@ DIMS = {"user": 4, "item": 3}
 DEFAULT = -7.0
 MAX_KEYS = {"user": 4096, "item": 2048}
 MAX_BATCH_SIZE = 64
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+JSON = {"Content-Type": "application/json"}
+TENSORS = {"Content-Type": "application/vnd.jaxsok.v1+safetensors"}
+LOOKUP, PREDICT = "/v1/models/ranker/lookup", "/v1/models/ranker/predict"
+MIXED = "/v1/models/mixed/predict"
+DTYPES = {"U64": "<u8", "I64": "<i8", "U32": "<u4", "I32": "<i4", "F32": "<f4", "F64": "<f8"}
+KEYS = {
+    "user": [[1, -1], [2**63 + 7, "18446744073709551614"], [-(2**63), 3], [1, 1]],
+    "item": [5, 2**53 + 1, "-2", 6],
+}
 
 
 def samples_of(text):
@@ -199,6 +218,158 @@ def serving(session, watch=None, num_processes=1, of_clients=security.OPEN, **op
             found.stop()
             thread.join(20)
             assert not thread.is_alive()
+
+
+# Clients -------------------------------------------------------------------------------------------------------------
+
+
+def pack(arrays, metadata=None, **header):
+    """Packs a binary body, written from the description of the format alone."""
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    data = io.BytesIO()
+    entries = {} if metadata is None else {"__metadata__": metadata}
+    for name, array in arrays.items():
+        begin = data.tell()
+        data.write(array.tobytes())
+        entries[name] = {
+            "dtype": names[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [begin, data.tell()],
+            **header,
+        }
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + data.getvalue()
+
+
+def unpack(body):
+    """Returns the arrays and the metadata of a binary body."""
+    (size,) = struct.unpack("<Q", body[:8])
+    header, data = json.loads(body[8 : 8 + size]), body[8 + size :]
+    metadata = header.pop("__metadata__")
+    found = {
+        name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+    return found, metadata
+
+
+def rows_of(table, keys, version):
+    """Returns the rows that the session has for nested keys."""
+    if isinstance(keys, list):
+        return [rows_of(table, key, version) for key in keys]
+    return row_of(table, keys, version)
+
+
+def is_well(client):
+    """Checks that the server still answers correctly."""
+    found = client.post(LOOKUP, json={"keys": {"user": [4]}})
+    version = found.json()["version"]
+    return found.status_code == 200 and found.json()["rows"]["user"] == [row_of("user", 4, version)]
+
+
+def num_taken(client):
+    """Returns the number of requests that the server has and has not answered."""
+    return samples_of(client.get("/metrics").text)["jaxsok_requests_in_flight",]
+
+
+def is_closed(address):
+    """Checks that the server accepts no connection."""
+    try:
+        httpx.get(f"{address}/healthz")
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:  # The kernel queued it during the stop, and the server never accepted it.
+        return False
+    return False
+
+
+def talk(address, *parts, pause_s=0.0):
+    """Sends bytes to the server as they are; returns what it sends until it closes or stays silent."""
+    host, port = address.removeprefix("http://").split(":")
+    got = b""
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        with contextlib.suppress(OSError):
+            for part in parts:
+                line.sendall(part)
+                time.sleep(pause_s)
+        line.settimeout(8)
+        with contextlib.suppress(OSError):
+            while part := line.recv(1 << 16):
+                got += part
+    return got
+
+
+def head(path=LOOKUP, **headers):
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{lines}\r\n".encode()
+
+
+async def ask_in_parallel(address, num_clients, num_requests, make, check):
+    """Sends each client's requests one after the other, all clients at a time."""
+    limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
+    async with httpx.AsyncClient(base_url=address, limits=limits, timeout=30) as client:
+
+        async def ask_often(number):
+            rng = np.random.default_rng(number)
+            for _ in range(num_requests):
+                path, body = make(rng)
+                found = await client.post(path, json=body)
+                check(body, found)
+
+        await asyncio.gather(*(ask_often(number) for number in range(num_clients)))
+
+
+def ask_at_once(address, requests):
+    """Returns the statuses of requests that are sent at once, and the texts of their answers."""
+
+    async def ask():
+        async with httpx.AsyncClient(base_url=address, timeout=20) as client:
+            found = await asyncio.gather(
+                *(client.post(path, content=content, headers=headers) for path, headers, content in requests)
+            )
+        return [response.status_code for response in found], [response.text for response in found]
+
+    return asyncio.run(ask())
+
+
+def make_request(rng):
+    """Draws a lookup or a prediction."""
+    if rng.random() < 0.3:
+        num = int(rng.integers(1, 4))
+        user = rng.integers(0, 2**40, [num, 2]).tolist()
+        return PREDICT, {"inputs": {"user": user, "dense": rng.integers(-9, 9, [num, 2]).tolist()}}
+    sizes = rng.integers(0, 6, 2)
+    keys = {name: rng.integers(-(2**40), 2**40, size).tolist() for name, size in zip(DIMS, sizes, strict=True)}
+    return LOOKUP, {"keys": keys}
+
+
+def check_answer(body, found):
+    """Checks that the answer is the oracle's, of the version that it states."""
+    assert found.status_code == 200, found.text
+    got = found.json()
+    version = got["version"]
+    if "keys" in body:
+        assert got["rows"] == {name: rows_of(name, keys, version) for name, keys in body["keys"].items()}
+    else:
+        inputs = body["inputs"]
+        logits = [sum(key % 1009 for key in bag) + sum(row) for bag, row in zip(*inputs.values(), strict=True)]
+        assert got["outputs"] == {"logits": logits, "version": [[version]] * len(logits)}
+
+
+def config_of(sources, dim, **options):
+    model = {
+        "model": "ranker",
+        "sparse_files": [str(source) for source in sources.values()],
+        "embedding_table_names": list(sources),
+        "embedding_vecsize_per_table": [dim] * len(sources),
+        "maxnum_catfeature_query_per_table_per_sample": [4] * len(sources),
+        "default_value_for_each_table": [-1.0] * len(sources),
+        "deployed_device_list": [0],
+        "max_batch_size": 64,
+        "gpucacheper": 1.0,
+        **options,
+    }
+    return {"supportlonglong": True, "models": [model]}
 
 
 def resident_bytes(pid):

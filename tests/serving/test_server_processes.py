@@ -22,8 +22,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import server_cases as cases
-import test_server as single
-from test_server import JSON, LOOKUP, PREDICT, TENSORS
+from server_cases import JSON, LOOKUP, PREDICT, TENSORS
 from waiting import wait_until
 
 from jaxsok import Bags
@@ -59,7 +58,7 @@ def ask(found):
         socket.create_connection(("127.0.0.1", int(found.address.rsplit(":", 1)[1]))),
         b'{"keys":{"user":[4]}}',
     )
-    client.sendall(single.head(Content_Length=len(body)) + body)
+    client.sendall(cases.head(Content_Length=len(body)) + body)
     return client
 
 
@@ -71,19 +70,19 @@ def test_all_front_ends_answer(found):
     """Every front end answers in both formats, knows the models, and counts into the same metrics."""
     assert len(set(found.pids)) == 2
     before, name = samples(found), ("jaxsok_requests_total", "200", "lookup", "ranker")
-    for answer in post(found, LOOKUP, 12, json={"keys": single.KEYS}):
+    for answer in post(found, LOOKUP, 12, json={"keys": cases.KEYS}):
         rows, version = answer.json()["rows"], answer.json()["version"]
-        assert rows == {table: single.rows_of(table, keys, version) for table, keys in single.KEYS.items()}
+        assert rows == {table: cases.rows_of(table, keys, version) for table, keys in cases.KEYS.items()}
     keys = np.array([[7, 8, 9], [2**63, 3, 5]], np.uint64)
-    for answer in post(found, LOOKUP, 12, content=single.pack({"item": keys}), headers=TENSORS):
-        rows, about = single.unpack(answer.content)
-        assert rows["item"].tolist() == single.rows_of("item", keys.tolist(), int(about["version"]))
+    for answer in post(found, LOOKUP, 12, content=cases.pack({"item": keys}), headers=TENSORS):
+        rows, about = cases.unpack(answer.content)
+        assert rows["item"].tolist() == cases.rows_of("item", keys.tolist(), int(about["version"]))
     body = {"inputs": {"user": [[1, 2], [3, 4]], "dense": [[5, 6], [7, 8]]}}
     for answer in post(found, PREDICT, 4, json=body):
-        single.check_answer(body, answer)
+        cases.check_answer(body, answer)
     mixed = {"user": {"values": [4], "lengths": [1], "weights": [0.5]}, "pair": [[1, 2]]}
     mixed |= {"flag": [True], "count": [3], "half": [[0.5]]}
-    for answer in post(found, single.MIXED, 4, json={"inputs": mixed}):
+    for answer in post(found, cases.MIXED, 4, json={"inputs": mixed}):
         assert answer.json()["outputs"]["logits"] == [2 + 3 + 1 + 3 + 0.5]
     after = samples(found)
     assert after[name] - before.get(name, 0) == 24
@@ -117,13 +116,13 @@ def test_versions_are_not_mixed(found, session):
     versions, updates = set(), threading.Thread(target=update)
 
     def check(body, answer):
-        single.check_answer(body, answer)
+        cases.check_answer(body, answer)
         versions.add(answer.json()["version"])
 
     session.calls.clear()
     updates.start()
     try:
-        asyncio.run(single.ask_in_parallel(found.address, 32, 8, single.make_request, check))
+        asyncio.run(cases.ask_in_parallel(found.address, 32, 8, cases.make_request, check))
     finally:
         stop.set()
         updates.join()
@@ -146,7 +145,7 @@ def test_errors_reach_those_who_caused_them(found, session, kind, status):
     session.error = error
     try:
         bodies = [b'{"keys":{"%s":[4]}}' % name for name in (b"user", b"item", b"user", b"user") * 4]
-        statuses, texts = single.ask_at_once(found.address, [(LOOKUP, JSON, body) for body in bodies])
+        statuses, texts = cases.ask_at_once(found.address, [(LOOKUP, JSON, body) for body in bodies])
     finally:
         session.error = None
     assert statuses == [200, status, 200, 200] * 4
@@ -233,9 +232,9 @@ def test_front_ends_end_with_the_session():
     folders = set(pathlib.Path(tempfile.gettempdir()).glob("jaxsok-*"))
     try:
         with httpx.Client(base_url=address, timeout=20) as client:
-            assert single.is_well(client)
+            assert cases.is_well(client)
             process.kill()
-            wait_until(lambda: single.is_closed(address), 10)
+            wait_until(lambda: cases.is_closed(address), 10)
     finally:
         process.kill()
         process.communicate()
@@ -257,12 +256,12 @@ def test_a_signal_ends_all_processes_in_order(to_all):
     try:
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(httpx.Client(base_url=address, timeout=20)) for _ in range(6)]
-            assert all(single.is_well(client) for client in clients)
+            assert all(cases.is_well(client) for client in clients)
             for pid in tree(process.pid) if to_all else [process.pid]:
                 os.kill(pid, signal.SIGTERM)
             wait_until(lambda: clients[0].get("/readyz").status_code == 503)
-            assert all(single.is_well(client) for client in clients)
-            wait_until(lambda: single.is_closed(address))
+            assert all(cases.is_well(client) for client in clients)
+            wait_until(lambda: cases.is_closed(address))
         output, _ = process.communicate(timeout=20)
     finally:
         process.kill()
@@ -274,7 +273,7 @@ def test_a_folder_whose_name_is_too_long_for_sockets(tmp_path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     code = "from jaxsok.serving.http import processes; processes.prepare()"
-    environment = {**os.environ, "TMPDIR": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(single.ROOT)}
+    environment = {**os.environ, "TMPDIR": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert f"OSError: serve: TMPDIR: got {folder}: AF_UNIX path too long; wanted a folder" in done.stderr
 

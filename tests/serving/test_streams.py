@@ -17,7 +17,7 @@ import numpy as np
 import programs
 import pytest
 import redis
-from redis_servers import Cluster, Server, running
+from redis_servers import Server, running
 from serving_cases import Trained, config_of, expect, model_of, rows_of, write
 from waiting import free_port, wait_until
 
@@ -28,18 +28,6 @@ from jaxsok.serving.http.metrics import Metrics
 
 DIMS = {"user": 4, "item": 3}
 KEYS = np.arange(40)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running(Server, tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(Cluster, tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
 
 
 @pytest.fixture(autouse=True)
@@ -375,8 +363,33 @@ def test_a_slow_server_holds_up_the_publisher(url, tmp_path):
         thread.join(60)
         assert not thread.is_alive()
         wait_until(lambda: serves(session, training))
-    with pytest.raises(StreamFullError, match=r"got .* of [0-9]+ bytes"):
-        streams.Publisher(url, "dlrm", max_bytes=10, timeout_s=0).publish(training.change())
+
+
+def test_a_version_that_never_has_room_is_refused_at_once(url, tmp_path):
+    training, start = Training(tmp_path, url), time.monotonic()
+    with pytest.raises(StreamFullError, match=r"got .* of [0-9]+ bytes, wanted at most max_bytes, 10; take more"):
+        streams.Publisher(url, "dlrm", max_bytes=10, timeout_s=600).publish(training.change())
+    assert time.monotonic() - start < 60
+
+
+def test_nothing_is_sent_twice_to_a_cluster_that_hangs(cluster, monkeypatch):
+    """What had no answer is carried out once the nodes go on: of a command that was sent again, as often."""
+    from jaxsok.serving import stream_files
+
+    monkeypatch.setattr(stream_files, "TIMEOUT_S", 0.5)
+    for server in cluster.servers:
+        server.client.flushall()
+    with contextlib.closing(stream_files.connect(f"redis://{cluster.servers[0].address}")) as client:
+        client.rpush("list", "first")
+        with contextlib.ExitStack() as frozen:
+            for server in cluster.servers:
+                frozen.enter_context(server.frozen())
+            with pytest.raises(stream_files.CAN_FAIL):
+                client.rpush("list", "second")
+        cluster.wait()
+        wait_until(lambda: client.llen("list") > 1)
+        time.sleep(0.5)
+        assert client.lrange("list", 0, -1) == [b"first", b"second"]
 
 
 def test_versions_are_published_in_order(url, tmp_path):

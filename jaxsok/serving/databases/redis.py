@@ -58,6 +58,9 @@ class RedisDatabase(Database):
         if config.password:  # else HPS sends no name either
             options |= {"username": config.user_name, "password": config.password}
         if config.enable_tls:
+            for key in ("tls_ca_certificate", "tls_client_certificate", "tls_client_key"):
+                if (path := getattr(config, key)) and not os.path.exists(path):
+                    raise ServingError(f'volatile_db: {key}: got "{path}", wanted the path of a file that exists.')
             ca = "ssl_ca_path" if os.path.isdir(config.tls_ca_certificate) else "ssl_ca_certs"
             options |= {"ssl": True, ca: config.tls_ca_certificate, "ssl_check_hostname": False}  # nor does HPS
             options |= {"ssl_certfile": config.tls_client_certificate, "ssl_keyfile": config.tls_client_key}
@@ -171,11 +174,11 @@ class RedisDatabase(Database):
 
         What it has read of them is done when it answers this, and the rest is dropped.
         """
-        client = self._client
-        is_cluster = isinstance(client, redis.RedisCluster)
-        for server in (
-            [client.get_redis_connection(node) for node in client.get_primaries()] if is_cluster else [client]
-        ):
+        client, servers = self._client, [self._client]
+        if isinstance(client, redis.RedisCluster):
+            client.nodes_manager.initialize()  # a replica may have taken over from one that is gone
+            servers = [client.get_redis_connection(node) for node in client.get_primaries()]
+        for server in servers:
             try:
                 own = [each["id"] for each in server.client_list() if each["name"] == self._name]
                 for number in own:
@@ -203,11 +206,13 @@ class RedisDatabase(Database):
                 self._places.release()
 
     def _failure(self, error: Exception) -> DatabaseError:
+        # The text of a pipeline of a cluster has the keys and rows of the command.
+        text = re.sub(r"(?s)^(Command # \d+) \(\w+ .*\) of", r"\1 of", str(error))
         wanted = f"answers in {self._config.timeout_s:g} s; see that its servers run, then try again"
         if isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
         return DatabaseError(
-            f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({error}), '
+            f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({text}), '
             f"wanted {wanted}."
         )
 

@@ -138,6 +138,7 @@ class Processes:
             self._folder.cleanup()
             os._exit(0)
         self._stopping.set()
+        self.app.is_stopping = True
 
     async def _run(self) -> None:
         self._loop, options = asyncio.get_running_loop(), self.app.options

@@ -180,10 +180,12 @@ class App:
     async def lifespan(self, _: Starlette | None = None) -> AsyncIterator[None]:
         self._bodies = self._pool(2, "jaxsok-body")
         if self._watcher is not None:
-            try:
-                await asyncio.to_thread(self._watcher.look)
-            except Exception:  # the loaded tables are served all the same
-                _log.exception("watch: %s", self._watcher.folder)
+            looking = asyncio.create_task(asyncio.to_thread(self._watcher.look))
+            while not (await asyncio.wait([looking], timeout=0.1))[0]:
+                if self.is_stopping:
+                    self._watcher.stop()  # the update that runs is the last
+            if (error := looking.exception()) is not None:  # the loaded tables are served all the same
+                _log.error("watch: %s", self._watcher.folder, exc_info=error)
             self._watcher.start()
         self.metrics.is_ready.set(1)
         try:

@@ -110,11 +110,12 @@ def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
 def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) -> None:
     """Refuses bodies that would become many more objects than a request can need, before they are parsed.
 
-    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its objects; twice as many as are
-    needed pass, so that bodies only a little too large get a message of their own.
+    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its objects; twice as many commas
+    and colons as are needed pass, so that bodies only a little too large get a message of their own. Each number may
+    have a bracket of its own on each level.
     """
     inside = "".join(names)
-    for sign, most in ((",", 2 * num_values), ("[", 2 * num_values), (":", 2 * len(names))):
+    for sign, most in ((",", 2 * num_values), ("[", MAX_NDIM * num_values), (":", 2 * len(names))):
         most += 1024 + inside.count(sign)
         got = body.count(sign.encode())
         if got > most:
@@ -350,6 +351,8 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
     weights = read_numbers(parts["weights"], np.float32, f"{what}.weights") if is_weighted else None
     if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
         shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
+        if weights is not None and weights.ndim == values.ndim == 1:
+            raise RequestError(f"{what}: weights: got {len(weights)}, wanted one for each of {len(values)} values.")
         raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
     if weights is not None and not np.isfinite(weights).all():
         raise RequestError(f"{what}: weights must be finite, got infinite ones or NaN.")

@@ -1,0 +1,141 @@
+"""Tests rows in RocksDB: HPS's layout to the byte, writers and readers of one folder, and tables larger than memory."""
+
+import contextlib
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+from database_cases import DIMS, ITEM, USER, check, rocks_at, rows_for, u64
+from waiting import wait_until
+
+from jaxsok.serving.databases import DatabaseRows
+from jaxsok.serving.errors import DatabaseError
+
+
+def test_rocksdb_has_rows_where_hps_has_them(tmp_path):
+    import rocksdict
+
+    with contextlib.closing(rocks_at(tmp_path)) as database:
+        DatabaseRows([database], "dlrm", [USER]).insert("user", u64(7, 2**40), rows_for([7, 2**40], 4))
+    options = rocksdict.Options(raw_mode=True)
+    columns = {"default": options, "hps_et.dlrm.user": options}
+    database = rocksdict.Rdict(str(tmp_path), options, columns)
+    column = database.get_column_family("hps_et.dlrm.user")
+    wanted = {struct.pack("<q", key): struct.pack("<4f", *rows_for([key], 4)[0]) for key in (7, 2**40)}
+    assert dict(column.items()) == wanted and not list(database.items())
+    column[struct.pack("<q", 9)] = struct.pack("<4f", 1, 2, 3, 4)
+    column.close()
+    database.close()
+    with contextlib.closing(rocks_at(tmp_path)) as database:
+        check(DatabaseRows([database], "dlrm", [USER]), "user", [9, 8], {9: [1, 2, 3, 4]})
+
+
+def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
+    content = {key: rows_for([key], 4)[0] for key in range(100)}
+    with contextlib.closing(rocks_at(tmp_path)) as database:
+        DatabaseRows([database], "dlrm", [USER]).insert("user", u64(*content), rows_for(content, 4))
+        with pytest.raises(DatabaseError, match=rf'persistent_db: path: got an error of RocksDB at "{tmp_path}"'):
+            rocks_at(tmp_path)
+    with contextlib.closing(rocks_at(tmp_path, read_only=True)) as database:
+        rows = DatabaseRows([database], "dlrm", [USER, ITEM])
+        check(rows, "user", [5, 99, 100], content)
+        check(rows, "item", [5], {})
+        assert rows.num_rows("item") == 0 and not list(rows.scan("item", 5))
+        for table, key in (("user", 5), ("item", 5)):
+            with pytest.raises(DatabaseError, match="persistent_db: read_only: got True"):
+                rows.insert(table, u64(key), np.zeros((1, DIMS[table]), np.float32))
+    with pytest.raises(DatabaseError, match="RocksDB at"):
+        rocks_at(tmp_path / "none", read_only=True)
+    for op in (rows.num_rows, lambda table: rows.fetch(table, u64(5)), lambda table: list(rows.keys(table))):
+        with pytest.raises(DatabaseError, match="closed, wanted it open"):
+            op("user")
+
+
+def test_a_reader_follows_the_one_that_writes(tmp_path):
+    """With read_only a session reads what another process has written since, also rows that left, and keeps no copy."""
+    with contextlib.closing(rocks_at(tmp_path)) as writer:
+        written = DatabaseRows([writer], "dlrm", [USER])
+        written.insert("user", u64(1, 2), rows_for([1, 2], 4))
+        with contextlib.closing(rocks_at(tmp_path, read_only=True)) as reader:
+            read = DatabaseRows([reader], "dlrm", [USER])
+            content = {key: rows_for([key], 4)[0] for key in (1, 2)}
+            check(read, "user", [1, 2, 3], content)
+            for number in range(3):
+                content |= {2: rows_for([2], 4)[0] + number, 3: rows_for([3], 4)[0] - number}
+                written.insert("user", u64(2, 3), np.stack([content[2], content[3]]))
+                check(read, "user", [1, 2, 3], content)
+            written.erase("user", u64(1))
+            del content[1]
+            check(read, "user", [1, 2, 3], content)
+
+
+def test_a_folder_is_let_go_when_the_calls_that_run_have_ended(tmp_path, caplog):
+    """Threads that read, write and scan end with the refusal; what they have written is there."""
+    keys = np.arange(2000, dtype=np.uint64)
+    for _ in range(3):
+        database, failures = rocks_at(tmp_path), []
+        rows = DatabaseRows([database], "dlrm", [USER])
+
+        def run(work, failures=failures):
+            with pytest.raises(DatabaseError, match="closed, wanted it open") as caught:
+                while True:
+                    work()
+            failures.append(caught)
+
+        works = [
+            lambda rows=rows: rows.insert("user", keys, rows_for(keys, 4)),
+            lambda rows=rows: rows.fetch("user", keys),
+            lambda rows=rows: list(rows.keys("user")),
+            lambda rows=rows: rows.num_rows("user"),
+        ]
+        threads = [threading.Thread(target=run, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda rows=rows: rows.num_rows("user") > 0)
+        database.close()
+        database.close()
+        for thread in threads:
+            thread.join(30)
+        assert len(failures) == len(works)
+    with contextlib.closing(rocks_at(tmp_path)) as database:
+        check(DatabaseRows([database], "dlrm", [USER]), "user", [5], {5: rows_for([5], 4)[0]})
+    assert not caplog.records
+
+
+def test_more_rows_than_there_is_memory_for(tmp_path):
+    """A process with memory for only a part of its table writes it, reads it, and scans it."""
+    code = """
+        import resource, sys
+        import numpy as np
+        from jaxsok.serving.config import PersistentDb
+        from jaxsok.serving.databases import DatabaseRows
+        from jaxsok.serving.databases.rocksdb import RocksDatabase
+        from jaxsok.serving.frozen import FrozenTable
+
+        def peak():
+            return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        dim, num_rows, step = 1024, 100_000, 4_000
+        database = RocksDatabase(PersistentDb("rocks_db", sys.argv[1], num_threads=2, max_batch_size=step))
+        rows, before = DatabaseRows([database], "dlrm", [FrozenTable("user", dim=dim)]), peak()
+        for start in range(0, num_rows, step):
+            keys = np.arange(start, start + step, dtype=np.uint64)
+            rows.insert("user", keys, np.repeat(keys[:, None], dim, 1).astype(np.float32))
+        for start in range(0, num_rows, 10 * step):
+            keys = np.arange(start, start + step, dtype=np.uint64)
+            found, is_found = rows.fetch("user", keys)
+            assert is_found.all() and (found == keys[:, None]).all()
+        assert sum(chunk.num_rows for chunk in rows.scan("user", 1000)) == num_rows
+        grown, table = peak() - before, 4 * dim * num_rows
+        database.close()
+        print(grown, table)
+        assert grown < table / 3, (grown, table)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

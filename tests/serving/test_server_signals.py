@@ -1,0 +1,120 @@
+"""Signals while a server starts, and a terminal that goes away: it ends soon, and leaves nothing behind."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from redis_servers import Server, running
+from serving_cases import Trained, config_of, model_of, rows_of
+from waiting import wait_until
+
+from jaxsok.serving import streams
+
+pytest.importorskip("uvicorn")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NUM_DELTAS = 40
+
+
+class Run:
+    """A process that serves a configuration, and the lines that it has written."""
+
+    def __init__(self, tmp_path, config, *arguments):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.temporary = tmp_path / "temporary"
+        self.temporary.mkdir()
+        where = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "jaxsok", "serve", str(tmp_path / "config.json"), "--port", "0", *arguments]
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, **out, env={**os.environ, **where})
+        self.lines = []
+        self._thread = threading.Thread(target=lambda: self.lines.extend(self.process.stdout))
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self._thread.join()
+        self.process.stdout.close()
+        self.process.wait()
+
+    def wait_for(self, text):
+        def is_there():
+            assert self.process.poll() is None, "".join(self.lines)
+            return any(text in line for line in list(self.lines))
+
+        wait_until(is_there)
+
+
+@pytest.fixture
+def trained():
+    trained = Trained({"user": 2})
+    trained.set("user", rows_of(range(50), 2))
+    return trained
+
+
+def write_deltas(trained, folder):
+    """Writes a full export and deltas that follow it; returns their paths."""
+    paths = [trained.full(folder / "000")]
+    for number in range(1, NUM_DELTAS + 1):
+        trained.set("user", rows_of([number], 2, number))
+        paths.append(trained.delta(folder / f"{number:03d}", paths[-1]))
+    return paths
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_no_further_folder_is_applied_after_a_signal(trained, tmp_path, num_processes):
+    first, *_ = write_deltas(trained, tmp_path / "watched")
+    config = config_of(model_of({"user": (first, 2)}))
+    options = ["--watch", str(tmp_path / "watched"), "--processes", str(num_processes)]
+    with Run(tmp_path, config, *options, "--drain-s", "0", "--shutdown-s", "5") as run:
+        run.wait_for("is at version 3")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(60) == 0
+        run._thread.join()
+        applied = sum("is at version" in line for line in run.lines)
+        assert 2 <= applied < NUM_DELTAS, "it was too late to see a difference"
+        assert run.lines[-1] == "serve: ended\n"
+        assert not list(run.temporary.glob("jaxsok*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_request_leaves_no_files(trained, tmp_path, number):
+    """Versions that a stream has are being applied, from files of their own."""
+    first, *deltas = write_deltas(trained, tmp_path / "written")
+    with running(Server, tmp_path) as server:
+        url = f"redis://{server.address}"
+        publisher = streams.Publisher(url, "dlrm")
+        for delta in deltas:
+            publisher.publish(delta)
+        publisher.close()
+        source = {"type": "redis_stream", "brokers": url, "jaxsok": {"consumer": "a"}}
+        config = config_of(model_of({"user": (first, 2)}), update_source=source)
+        with Run(tmp_path, config) as run:
+            wait_until(lambda: list(run.temporary.glob("jaxsok-stream-*/*")))
+            run.process.send_signal(number)
+            assert run.process.wait(60) == -number
+            assert not list(run.temporary.glob("jaxsok*"))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_terminal_that_goes_away_ends_the_server_in_order(trained, tmp_path, num_processes):
+    config = config_of(model_of({"user": (trained.full(tmp_path / "full"), 2)}))
+    options = ["--processes", str(num_processes), "--drain-s", "0", "--shutdown-s", "5"]
+    with Run(tmp_path, config, *options) as run:
+        run.wait_for("answers at")
+        time.sleep(0.1)
+        run.process.send_signal(signal.SIGHUP)
+        assert run.process.wait(60) == 0
+        run._thread.join()
+        assert run.lines[-1] == "serve: ended\n"
+        assert not list(run.temporary.glob("jaxsok*"))
