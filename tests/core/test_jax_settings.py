@@ -72,6 +72,20 @@ def test_a_state_that_grew_without_jit_lies_where_others_do():
     assert jax.tree.leaves(states[0]) == jax.tree.leaves(states[1])
 
 
+def test_find_in_host_memory_has_no_nans_to_debug():
+    """Lines that an op leaves unwritten, since their rows are cached, are no result: memory is used again here."""
+    collection = declare(memory=jaxsok.HostMemory(device_rows=16))
+    features = collection.batch({"f": np.arange(32).reshape(16, 2)}).features
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), features)
+    state, _ = collection.update(state, plan, embeddings)
+    wanted = collection.find(state, features)[0]["f"]
+    for _ in range(20):
+        [np.asarray(jax.numpy.full(shape, np.nan)) for shape in ((32, 4), (32, 4), (32, 4), (16, 4))]
+        with jax.debug_nans(True):
+            found, _ = collection.find(state, features)
+        np.testing.assert_array_equal(found["f"], wanted)
+
+
 @pytest.mark.parametrize("options", [{}, {"max_capacity": 64, "eviction": jaxsok.policies.LeastRecentlyUsed()}])
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_the_loop_makes_no_hidden_transfer_to_devices(num_shards, options):

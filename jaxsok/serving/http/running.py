@@ -265,7 +265,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.should_exit and self.started:  # uvicorn would end without `shutdown`
+        if not self.started:
+            return
+        if self.should_exit:  # uvicorn would end without `shutdown`
             await self.shutdown(sockets)
         elif self._on_ready is not None:
             self._on_ready(self)
