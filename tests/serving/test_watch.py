@@ -275,6 +275,24 @@ def test_the_export_that_is_served_already_is_not_applied_again(tmp_path):
         assert watcher.look() == 0 and seen[3:] == ["applied", "skipped"]
 
 
+def test_a_name_that_was_taken_away_may_come_back(tmp_path):
+    """Its new content is applied, unless a later folder was since."""
+    session, watcher, seen = opened(tmp_path)
+    with session:
+        for version in (1, 2):
+            for table in ("user", "item"):
+                write(tmp_path / "watched" / "now" / table, rows_of(range(4), 2, version))
+            assert watcher.look() == 1 and set(versions_of(session).values()) == {version}
+            assert watcher.look() == 0
+            shutil.rmtree(tmp_path / "watched" / "now")
+            assert watcher.look() == 0
+        for name, version in (("then", 3), ("now", 4)):
+            for table in ("user", "item"):
+                write(tmp_path / "watched" / name / table, rows_of(range(4), 2, version))
+            watcher.look()
+        assert set(versions_of(session).values()) == {3} and seen == ["applied"] * 3 + ["skipped"]
+
+
 def test_what_only_a_refused_folder_replaces_is_applied(tmp_path):
     """Three appear together, and the last is refused: the first, which it would have replaced, is applied."""
     session, watcher, seen = opened(tmp_path)

@@ -97,7 +97,9 @@ class Watcher(Repeated):
                 return []
             folder = self.folder
         pending, own = [], {*self._session.models[model].tables, None, ""}
-        for path in sorted(folder.iterdir(), key=_order):
+        there = set(folder.iterdir())
+        self._done = {path for path in self._done if path.parent != folder or path in there}  # a name may come back
+        for path in sorted(there, key=_order):
             if path in self._done or _UNFINISHED.search(path.name):
                 continue
             try:
