@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -28,8 +29,8 @@ class Run:
     def __init__(self, tmp_path, config, *arguments):
         (tmp_path / "config.json").write_text(json.dumps(config))
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.temporary = tmp_path / "temporary"
-        self.temporary.mkdir()
+        self._folder = tempfile.TemporaryDirectory(prefix="s")  # sockets have short names alone
+        self.temporary = pathlib.Path(self._folder.name)
         where = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "jaxsok", "serve", str(tmp_path / "config.json"), "--port", "0", *arguments]
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -46,6 +47,7 @@ class Run:
         self._thread.join()
         self.process.stdout.close()
         self.process.wait()
+        self._folder.cleanup()
 
     def wait_for(self, text):
         def is_there():
