@@ -264,7 +264,8 @@ def _closing_at_signals() -> Iterator[None]:
     """Has such signals raise, as Ctrl-C does, so that what is open is closed; a second one ends the process."""
 
     def end(number: int, _: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
         raise _Ended(number)
 
     changed = _ending_signals()

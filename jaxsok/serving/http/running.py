@@ -267,8 +267,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.started:
             return
-        if self.should_exit:  # uvicorn would end without `shutdown`
-            await self.shutdown(sockets)
+        if self.should_exit:
+            await self.shutdown(sockets)  # of which older uvicorn would do nothing
+            self.started = False  # newer uvicorn would do it again
         elif self._on_ready is not None:
             self._on_ready(self)
 

@@ -351,7 +351,7 @@ def read_bags(parts: Mapping[str, Any], is_weighted: bool, what: str) -> Bags:
     weights = read_numbers(parts["weights"], np.float32, f"{what}.weights") if is_weighted else None
     if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
         shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
-        if weights is not None and weights.ndim == values.ndim == 1:
+        if weights is not None and weights.ndim == values.ndim == lengths.ndim == 1:
             raise RequestError(f"{what}: weights: got {len(weights)}, wanted one for each of {len(values)} values.")
         raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
     if weights is not None and not np.isfinite(weights).all():
