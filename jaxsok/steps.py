@@ -262,7 +262,8 @@ class Steps:
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls one of the methods above on every shard."""
-        # In one program: `jax.debug_nans` looks at results, and lines of rows that are cached are not written.
+        # `find` leaves the lines of cached rows unwritten, where `jax.debug_nans` would find NaNs. Of a program it
+        # looks at the results alone.
         has_unwritten_lines = name == "find" and any(store.tier for store in args[0].stores)
         if self.shards.sees_parts() and not has_unwritten_lines:
             return getattr(self, name)(*args)

@@ -127,7 +127,7 @@ class Lane {
       }
       places += num_rows;
     }
-    Require(cudaGetLastError(), kOp, "to place rows");
+    Require(cudaGetLastError(), kOp, "to launch its kernels");
     const size_t num_bytes = static_cast<size_t>(num_counts) * sizeof(int32_t);
     Require(cudaMemcpyAsync(counts, counted, num_bytes, cudaMemcpyDeviceToHost, stream_), kOp, "to copy the counts");
     Require(cudaEventRecord(event_, stream_), kOp, "to record its end");
@@ -159,7 +159,7 @@ class Lane {
       rows_ = nullptr;
       rows_bytes_ = 0;
       Require(cudaMalloc(&rows_, static_cast<size_t>(num_bytes)), kOp,
-              "memory for rows on their way to the host; leave it some beside JAX (XLA_PYTHON_CLIENT_MEM_FRACTION)");
+              "memory for rows on their way to the host; let JAX reserve less (XLA_PYTHON_CLIENT_MEM_FRACTION)");
       rows_bytes_ = num_bytes;
     }
     staged_.resize(static_cast<size_t>(num_lookups));

@@ -38,24 +38,6 @@ from jaxsok import checkpoint
 from jaxsok.serving import artifact, errors, session as session_lib
 from jaxsok.serving.http import calls, responses, server, wire
 
-
-@pytest.fixture(scope="module")
-def session():
-    return cases.Session()
-
-
-@pytest.fixture(scope="module")
-def address(session):
-    with cases.serving(session, max_body_bytes=1 << 20, max_keys=5000, body_timeout_s=1.0) as found:
-        yield found.address
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    with httpx.Client(base_url=address, timeout=20) as made:
-        yield made
-
-
 # What it answers -----------------------------------------------------------------------------------------------------
 
 

@@ -14,24 +14,6 @@ from waiting import wait_until
 
 from jaxsok.serving.http import running
 
-
-@pytest.fixture(scope="module")
-def session():
-    return cases.Session()
-
-
-@pytest.fixture(scope="module")
-def address(session):
-    with cases.serving(session, max_body_bytes=1 << 20, max_keys=5000, body_timeout_s=1.0) as found:
-        yield found.address
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    with httpx.Client(base_url=address, timeout=20) as made:
-        yield made
-
-
 # Bodies --------------------------------------------------------------------------------------------------------------
 
 

@@ -373,7 +373,7 @@ def test_a_version_that_never_has_room_is_refused_at_once(url, tmp_path):
 
 
 def test_nothing_is_sent_twice_to_a_cluster_that_hangs(cluster, monkeypatch):
-    """What had no answer is carried out once the nodes go on: of a command that was sent again, as often."""
+    """Nodes carry out a command without an answer when they go on, and as often as it was sent."""
     from jaxsok.serving import stream_files
 
     monkeypatch.setattr(stream_files, "TIMEOUT_S", 0.5)

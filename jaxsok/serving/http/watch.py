@@ -31,7 +31,7 @@ class _Export(NamedTuple):
     parts: frozenset[str | None]
     """Its tables by name, and None for a dense model."""
     uuid: str | None = None
-    """That of its manifest, if it has one."""
+    """The `uuid` of its manifest, if it has one."""
 
     def source_of(self, names: Set[str | None]) -> str | dict[str | None, str] | None:
         """Returns what `Session.update` takes to change some of the tables; None: none of them."""
