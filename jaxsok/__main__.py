@@ -249,30 +249,28 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 
 
 class _Ended(BaseException):
-    """A signal, by number, came while a model was being loaded."""
-
-
-def _ending_signals() -> list[int]:
-    """Returns the signals that would end this process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    """A signal, by number, came before the server had its own handlers."""
 
 
 @contextlib.contextmanager
-def _closing_at_signals() -> Iterator[None]:
-    """Has such signals raise, as Ctrl-C does, so that what is open is closed; a second one ends the process."""
+def _closing_at_signals() -> Iterator[list[int]]:
+    """Has signals that would end the process at once raise, as Ctrl-C does, so that what is open is closed.
+
+    A second one ends the process. Gives the signals that it has changed.
+    """
 
     def end(number: int, _: Any) -> None:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)
         raise _Ended(number)
 
-    changed = _ending_signals()
+    is_main = threading.current_thread() is threading.main_thread()
+    ending = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    changed: list[int] = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
     for number in changed:
         signal.signal(number, end)
     try:
-        yield
+        yield changed
     finally:
         for number in changed:
             signal.signal(number, signal.SIG_DFL)
@@ -301,9 +299,6 @@ def _serve(options: argparse.Namespace) -> int:
                 watch.require_folder(options.watch)
             if options.processes > 1:
                 processes.prepare()
-            with _closing_at_signals():
-                opened = session.open(options.config)
-            print(opened.report(), flush=True)
             watched = {"watch": options.watch, "watch_interval_s": options.watch_interval_s}
 
             def begin(found: running.Server | processes.Processes) -> None:
@@ -314,14 +309,21 @@ def _serve(options: argparse.Namespace) -> int:
                 print(f"serve: answers at {found.address}", flush=True)
 
             ran = {"security": of_clients, "access_log": options.access_log, "on_ready": begin}
-            if options.processes > 1:
-                found = processes.Processes(opened, server_options, sockets, **watched, **ran)
-            else:
-                found = running.Server(server.App(opened, server_options, **watched), sockets[0], **ran)
-            app = found.app
-            if signal.SIGHUP in _ending_signals():
-                signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-            found.run()
+            with _closing_at_signals() as caught:
+                opened = session.open(options.config)
+                try:
+                    print(opened.report(), flush=True)
+                    if options.processes > 1:
+                        found = processes.Processes(opened, server_options, sockets, **watched, **ran)
+                    else:
+                        found = running.Server(server.App(opened, server_options, **watched), sockets[0], **ran)
+                    app = found.app
+                    if signal.SIGHUP in caught:
+                        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+                    found.run()
+                except BaseException:
+                    opened.close(server_options.shutdown_s)  # where the server has not
+                    raise
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

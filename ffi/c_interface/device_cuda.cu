@@ -77,7 +77,13 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// A stream for one lookup at a time, with memory for the words of its features, its counts, and rows on their way.
+/// Frees memory of a pool when its stream comes to this.
+struct FreeOnStream {
+  cudaStream_t stream = nullptr;
+  void operator()(char* memory) const { cudaFreeAsync(memory, stream); }
+};
+
+/// A stream for one lookup at a time, with memory for the words of its features and its counts.
 class Lane {
  public:
   Lane() {
@@ -87,15 +93,16 @@ class Lane {
   ~Lane() {
     if (stream_ != nullptr) cudaStreamSynchronize(stream_);
     cudaFree(memory_);
-    cudaFree(rows_);
     if (event_ != nullptr) cudaEventDestroy(event_);
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  void Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts, float* const* places) {
-    if (places != nullptr) StageRows(lookups, num_lookups);
+  /// `pool` has memory for rows on their way to places of the host.
+  void Begin(FrozenLookup* lookups, int32_t num_lookups, int32_t* counts, float* const* places, cudaMemPool_t pool) {
+    std::unique_ptr<char, FreeOnStream> rows(nullptr, {stream_});
+    if (places != nullptr) rows.reset(StageRows(lookups, num_lookups, pool));
     const int32_t* words = lookups[0].batch.features;
     int64_t num_words = 0, num_counts = 0;
     for (int32_t s = 0; s < num_lookups; ++s) {
@@ -122,8 +129,8 @@ class Lane {
       while (lanes < 32 && lanes * 4 < dim) lanes *= 2;
       const auto blocks = static_cast<unsigned>(std::min<int64_t>(CeilDiv<int64_t>(num_rows * lanes, 256), 1024));
       if (blocks > 0) {
-        const auto* rows = static_cast<const float*>(lookups[s].embeddings.data[0]);
-        PlaceRowsKernel<<<blocks, 256, 0, stream_>>>(rows, places, num_rows, dim, lanes);
+        const auto* staged = static_cast<const float*>(lookups[s].embeddings.data[0]);
+        PlaceRowsKernel<<<blocks, 256, 0, stream_>>>(staged, places, num_rows, dim, lanes);
       }
       places += num_rows;
     }
@@ -143,8 +150,8 @@ class Lane {
   }
 
  private:
-  /// Has lookups write their rows into memory of the device, those of each lookup one after the other.
-  void StageRows(FrozenLookup* lookups, int32_t num_lookups) {
+  /// Has lookups write their rows into memory of the device, which is returned, one lookup after the other.
+  char* StageRows(FrozenLookup* lookups, int32_t num_lookups, cudaMemPool_t pool) {
     const auto line_bytes = [&](int32_t s) {
       return int64_t{lookups[s].store.dim} * static_cast<int64_t>(sizeof(float));
     };
@@ -154,16 +161,11 @@ class Lane {
     };
     int64_t num_bytes = 0;
     for (int32_t s = 0; s < num_lookups; ++s) num_bytes += bytes_of(s);
-    if (num_bytes > rows_bytes_) {
-      cudaFree(rows_);
-      rows_ = nullptr;
-      rows_bytes_ = 0;
-      Require(cudaMalloc(&rows_, static_cast<size_t>(num_bytes)), kOp,
-              "memory for rows on their way to the host; let JAX reserve less (XLA_PYTHON_CLIENT_MEM_FRACTION)");
-      rows_bytes_ = num_bytes;
-    }
+    void* memory = nullptr;
+    Require(cudaMallocFromPoolAsync(&memory, static_cast<size_t>(std::max<int64_t>(num_bytes, 1)), pool, stream_), kOp,
+            "memory for rows on their way to the host; let JAX reserve less (XLA_PYTHON_CLIENT_MEM_FRACTION)");
     staged_.resize(static_cast<size_t>(num_lookups));
-    char* rows = rows_;
+    auto* rows = static_cast<char*>(memory);
     for (int32_t s = 0; s < num_lookups; rows += bytes_of(s++)) {
       std::vector<void*>& of_features = staged_[static_cast<size_t>(s)];
       of_features.clear();
@@ -174,15 +176,14 @@ class Lane {
       }
       lookups[s].embeddings = {kRowDtypeFloat32, of_features.data()};
     }
+    return static_cast<char*>(memory);
   }
 
   static constexpr char kOp[] = "lookup";
   cudaStream_t stream_ = nullptr;
   cudaEvent_t event_ = nullptr;
   int32_t* memory_ = nullptr;
-  int64_t size_ = 0;  // int32 of it
-  char* rows_ = nullptr;
-  int64_t rows_bytes_ = 0;
+  int64_t size_ = 0;                        // int32 of it
   std::vector<std::vector<void*>> staged_;  // where the features of each lookup have their rows
 };
 
@@ -221,7 +222,7 @@ class Gpu final : public Device {
     properties.location.type = cudaMemLocationTypeDevice;
     properties.location.id = ordinal;
     Require(cudaMemPoolCreate(&pool_, &properties), "jaxsok_open", "a pool of memory");
-    uint64_t all = UINT64_MAX;  // kept between lookups: a few KB for each running one
+    uint64_t all = UINT64_MAX;  // kept between lookups
     Require(cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &all), "jaxsok_open", "to keep the pool");
   }
 
@@ -315,7 +316,7 @@ class Gpu final : public Device {
       }
     }
     if (lane == nullptr) lane = std::make_unique<Lane>();
-    lane->Begin(lookups, num_lookups, counts, places);
+    lane->Begin(lookups, num_lookups, counts, places, pool_);
     return std::make_unique<OnLane>(std::move(lane), free_);
   }
 

@@ -193,6 +193,34 @@ def test_what_a_server_refuses_is_no_matter_of_time(server):
         rows.insert("user", u64(1), rows_for([1], 4))
 
 
+def test_only_a_write_that_may_be_carried_out_later_ends_connections(server, redis, monkeypatch):
+    """One that was interrupted may; one that was refused is over."""
+    database = redis()
+    rows = DatabaseRows([database], "dlrm", [USER])
+    ended, end = [], database._end_connections
+    monkeypatch.setattr(database, "_end_connections", lambda: ended.append(end()))
+    rows.insert("user", u64(1), rows_for([1], 4))
+    server.client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(DatabaseError, match="OutOfMemoryError"):
+            rows.insert("user", u64(1), rows_for([1], 4, 1))
+    finally:
+        server.client.config_set("maxmemory", 0)
+    rows.insert("user", u64(1), rows_for([1], 4, 2))
+    assert not ended
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "_call", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rows.insert("user", u64(1), rows_for([1], 4, 3))
+    rows.insert("user", u64(1), rows_for([1], 4, 4))
+    assert len(ended) == 1
+    check(rows, "user", [1], {1: rows_for([1], 4, 4)[0]})
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, server, tmp_path):
     """Twenty calls share five connections. With rows on the disk only one call asks again, once in a while."""

@@ -27,13 +27,15 @@ NUM_DELTAS = 40
 class Run:
     """A process that serves a configuration, and the lines that it has written."""
 
-    def __init__(self, tmp_path, config, *arguments):
+    def __init__(self, tmp_path, config, *arguments, before="pass"):
+        """`before` is code that runs first."""
         (tmp_path / "config.json").write_text(json.dumps(config))
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._folder = tempfile.TemporaryDirectory(prefix="s")  # sockets have short names alone
         self.temporary = pathlib.Path(self._folder.name)
         where = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "jaxsok", "serve", str(tmp_path / "config.json"), "--port", "0", *arguments]
+        code = f"import sys\nfrom jaxsok.__main__ import main\n{before}\nsys.exit(main())"
+        command = [sys.executable, "-c", code, "serve", str(tmp_path / "config.json"), "--port", "0", *arguments]
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, **out, env={**os.environ, **where})
         self.lines = []
@@ -127,3 +129,71 @@ def test_a_terminal_that_goes_away_ends_the_server_in_order(trained, tmp_path, n
         run._thread.join()
         assert run.lines[-1] == "serve: ended\n"
         assert not list(run.temporary.glob("jaxsok*"))
+
+
+# Sends a signal when the tables are loaded and the server has no handlers yet.
+EARLY_SIGNAL = """
+import os, signal
+from jaxsok.serving.http import server
+from jaxsok.serving.session import Session
+
+def early(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+server.App.__init__ = early
+close = Session.close
+Session.close = lambda *arguments: print("closed", close(*arguments))
+"""
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_between_loading_and_the_first_request_closes_the_session(trained, tmp_path, num_processes):
+    config = config_of(model_of({"user": (trained.full(tmp_path / "full"), 2)}))
+    with Run(tmp_path, config, "--processes", str(num_processes), before=EARLY_SIGNAL) as run:
+        assert run.process.wait(60) == -signal.SIGTERM
+        run._thread.join()
+        assert run.lines[-1] == "closed True\n"
+        assert not list(run.temporary.glob("jaxsok-*"))
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_before_the_first_request_ends_the_process(trained, tmp_path, second):
+    """The session takes an hour to close."""
+    slow = 'import time\nSession.close = lambda *_: (print("closes", flush=True), time.sleep(3600))'
+    config = config_of(model_of({"user": (trained.full(tmp_path / "full"), 2)}))
+    with Run(tmp_path, config, before=EARLY_SIGNAL + slow) as run:
+        run.wait_for("closes")
+        run.process.send_signal(second)
+        assert run.process.wait(60) == -second
+
+
+# Has each update take an hour.
+SLOW_UPDATES = """
+import time
+from jaxsok.serving.session import Session
+
+def update(*_, **__):
+    print("begins", flush=True)
+    time.sleep(3600)
+
+Session.update = update
+"""
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("kind", ["two interrupts", "a stop"])
+def test_an_update_that_takes_long_does_not_hold_up_the_end(trained, tmp_path, num_processes, kind):
+    """A second Ctrl-C ends the server at once, and a single signal after `--drain-s` and `--shutdown-s`."""
+    path = trained.full(tmp_path / "full")
+    trained.set("user", rows_of([1], 2, 1))
+    trained.delta(tmp_path / "watched" / "delta", path)
+    config = config_of(model_of({"user": (path, 2)}))
+    shutdown_s = "1000" if kind == "two interrupts" else "1"
+    options = ["--watch", str(tmp_path / "watched"), "--drain-s", "0.1", "--shutdown-s", shutdown_s]
+    with Run(tmp_path, config, *options, "--processes", str(num_processes), before=SLOW_UPDATES) as run:
+        run.wait_for("begins")
+        for _ in range(2 if kind == "two interrupts" else 1):
+            run.process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert run.process.wait(30) == 0
+        assert not list(run.temporary.glob("jaxsok-*"))

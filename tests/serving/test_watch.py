@@ -148,6 +148,10 @@ def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
     (tmp_path / "4-delta" / "manifest.json").write_text("{")
     session.refused = {"4-delta"}
     assert watcher.look() == 0
+    path = tmp_path / "4-delta"
+    assert path in watcher._refused
+    shutil.rmtree(path)
+    assert watcher.look() == 0 and path not in watcher._refused
 
 
 def test_a_late_export_does_not_turn_back(tmp_path, caplog):
@@ -205,6 +209,17 @@ def test_what_cannot_be_read_stops_no_other(tmp_path, monkeypatch, caplog):
 async def _live(app):
     async with app.asgi.router.lifespan_context(app.asgi):
         assert app.is_ready
+
+
+def test_tables_that_are_served_already_are_not_read_again_for_a_dense_model(tmp_path):
+    session = Updated(["ranker"])
+    watcher = watch.Watcher(session, tmp_path)
+    for number, held in enumerate(({}, {"user": "tables"}, {"user": "other"})):
+        session.exports = held
+        export(tmp_path / str(number) / "tables", "full")
+        (tmp_path / str(number) / "dense").write_bytes(b"")
+        assert watcher.look() == 1
+    assert session.sources == [("ranker", name, "dense") for name in ("tables", None, "tables")]
 
 
 def test_tables_and_model_together_and_by_model(tmp_path):

@@ -31,3 +31,5 @@ def test_weights_of_another_number():
         wire.read_bags(parts, True, "bags")
     with pytest.raises(RequestError, match=r"must be lists of numbers, got shapes \[\[2\], \[2\], \[1, 2\]\]"):
         wire.read_bags(parts | {"weights": [[0.5, 1.0]], "lengths": [1, 1]}, True, "bags")
+    with pytest.raises(RequestError, match=r"must be lists of numbers, got shapes \[\[2\], \[1, 2\], \[2\]\]"):
+        wire.read_bags(parts | {"weights": [0.5, 1.0], "lengths": [[1, 1]]}, True, "bags")

@@ -165,8 +165,10 @@ class RedisDatabase(Database):
             self._is_unsettled = False
         try:
             self._run(commands)
-        except DatabaseError:
-            self._is_unsettled = True
+        except BaseException as error:
+            # A plain refusal is an answer; in a cluster, another server may have given none.
+            is_refusal = isinstance(error.__cause__, redis.ResponseError)
+            self._is_unsettled = not is_refusal or isinstance(self._client, redis.RedisCluster)
             raise
 
     def _end_connections(self) -> None:

@@ -105,7 +105,11 @@ class Processes:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-")  # that only this user may open
         where = {"watch": watch, "watch_interval_s": watch_interval_s}
-        self.app = App(session, options, front_ends=self._folder.name, **where)
+        try:
+            self.app = App(session, options, front_ends=self._folder.name, **where)
+        except BaseException:
+            self._folder.cleanup()
+            raise
         self.address = running.address_of(sockets[0], security.scheme)
         self._path = os.path.join(self._folder.name, "session")
         self._sockets, self._on_ready = sockets, on_ready
@@ -123,8 +127,8 @@ class Processes:
 
     def run(self) -> None:
         """Answers until SIGTERM, SIGINT or `stop`; then lets the front ends finish, and closes the session."""
-        prepare()
         with self._folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            prepare()
             runner.run(self._run())
 
     def stop(self) -> None:

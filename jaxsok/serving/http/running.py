@@ -260,7 +260,7 @@ class Server(uvicorn.Server):
         uvicorn would also raise the signal again at the end, which would kill the process before it reports.
         """
         if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
+            self.force_exit = self.app.ends_at_once = True
         self.should_exit = self.app.is_stopping = True  # no more than this: a signal may come while a lock is held
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

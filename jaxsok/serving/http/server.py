@@ -149,7 +149,7 @@ class App:
         if watch is not None:
             count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
             self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=count)
-        self.is_stopping = False
+        self.is_stopping = self.ends_at_once = False
         self.is_closed = False  # then nothing of the session runs any more
         self.num_running = 0  # calls of the session that have not ended, also those whose clients have gone
         self._batchers: dict[tuple[str, str], Batcher[ParsedRequest, Any]] = {}
@@ -180,14 +180,13 @@ class App:
     async def lifespan(self, _: Starlette | None = None) -> AsyncIterator[None]:
         self._bodies = self._pool(2, "jaxsok-body")
         if self._watcher is not None:
-            looking = asyncio.create_task(asyncio.to_thread(self._watcher.look))
-            while not (await asyncio.wait([looking], timeout=0.1))[0]:
+            self._watcher.start()  # if its first look fails, the loaded tables are served all the same
+            while not self._watcher.has_looked.is_set():
                 if self.is_stopping:
                     self._watcher.stop()  # the update that runs is the last
-            if (error := looking.exception()) is not None:  # the loaded tables are served all the same
-                _log.error("watch: %s", self._watcher.folder, exc_info=error)
-            self._watcher.start()
-        self.metrics.is_ready.set(1)
+                    break
+                await asyncio.sleep(0.05)
+        self.metrics.is_ready.set(int(not self.is_stopping))
         try:
             yield
         finally:
@@ -205,10 +204,18 @@ class App:
             pool.shutdown(wait=False, cancel_futures=True)
         self._pools, self._bodies = [], None
         until = time.monotonic() + self.options.shutdown_s
-        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.close, until)
+        has_ended = self._watcher is None or await self._ends(self._watcher.close, until)
         if has_ended and self.num_running == 0:  # else it is in use, and the process ends anyway
-            rest_s = max(0.0, until - time.monotonic())
-            self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
+            self.is_closed = await self._ends(self.session.close, max(0.0, until - time.monotonic()))
+
+    async def _ends(self, close: Callable[[float], bool], limit: float) -> bool:
+        """Returns whether something has ended, as `close` says; waits in a thread that holds nothing up."""
+        ended = list[bool]()
+        thread = threading.Thread(target=lambda: ended.append(bool(close(limit))), daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.ends_at_once:
+            await asyncio.sleep(0.01)
+        return ended == [True]
 
     async def respond(self, name: str, answer: Answer, request: _Request) -> Response:
         """Makes the response, also of errors; from now on the request holds its bytes."""

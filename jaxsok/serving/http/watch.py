@@ -62,12 +62,14 @@ class Watcher(Repeated):
         self._done: set[pathlib.Path] = set()
         self._last: dict[tuple[str, str | None], _Order] = {}  # of the last folder that brought a model's part
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
+        self.has_looked = threading.Event()  # set after the first look
 
     def _watch(self) -> float:
         try:
             self.look()
         except Exception:
             _log.exception("watch: %s", self.folder)
+        self.has_looked.set()
         return self._interval_s
 
     def look(self) -> int:
@@ -98,7 +100,9 @@ class Watcher(Repeated):
             folder = self.folder
         pending, own = [], {*self._session.models[model].tables, None, ""}
         there = set(folder.iterdir())
-        self._done = {path for path in self._done if path.parent != folder or path in there}  # a name may come back
+        is_there = lambda path: path.parent != folder or path in there  # noqa: E731
+        self._done = set(filter(is_there, self._done))  # a name may come back
+        self._refused = {path: why for path, why in self._refused.items() if is_there(path)}
         for path in sorted(there, key=_order):
             if path in self._done or _UNFINISHED.search(path.name):
                 continue
@@ -142,15 +146,17 @@ class Watcher(Repeated):
         failed_at, _ = self._refused.get(path, (-RETRY_S, ""))
         if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
-        lacking = self._find_lacking(model, export)
-        held = self._session.models[model].exports
-        if export.kind == "full" and all(export.uuid is not None and held.get(part) == export.uuid for part in lacking):
+        needed = lacking = self._find_lacking(model, export)
+        if export.kind == "full" and export.uuid is not None:  # of a dense model nothing says where it comes from
+            held = self._session.models[model].exports
+            needed = frozenset(part for part in lacking if part is None or held.get(part) != export.uuid)
+        if not needed:
             _log.info("watch: %s is what model %s holds already; it is skipped", path, model)
             self._note(model, export, lacking, "skipped")
             return False
-        options = {"dense_file": str(path / _DENSE)} if None in lacking else {}
+        options = {"dense_file": str(path / _DENSE)} if None in needed else {}
         try:
-            version = self._session.update(export.source_of(lacking - {None}), model=model, **options)
+            version = self._session.update(export.source_of(needed - {None}), model=model, **options)
         except Exception as error:
             self._refuse(model, path, error)
             return False
