@@ -45,7 +45,15 @@ from jaxsok.host_slabs import commit_to_device, with_host_slabs
 from jaxsok.kernels import library
 from jaxsok.keys import to_words
 from jaxsok.lookup import Embeddings
-from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
+from jaxsok.operations import (
+    check_features,
+    check_placed,
+    check_state,
+    check_untraced,
+    clock_of,
+    lineage_of,
+    no_tickets,
+)
 from jaxsok.plan import Loads, Plan
 from jaxsok.printed import join_items
 from jaxsok.records import Records
@@ -657,7 +665,7 @@ class Collection:
           `rows = collection.export_table(state, "user")["rows"]`
         """
         found = operations.resolve("export_table", self, state, table)
-        check_untraced("export_table", state)
+        check_placed("export_table", state)
         return table_export.export_table(found.spec, state.stores[found.store], state.seed, found.number)
 
     def export_chunks(
@@ -694,7 +702,7 @@ class Collection:
           [[7], [9]]
         """
         resolved = operations.resolve("export_chunks", self, state, table)
-        check_untraced("export_chunks", state)
+        check_placed("export_chunks", state)
         spec, store = resolved.spec, state.stores[resolved.store]
         if chunk_rows is not None:
             checks.integer("export_chunks: chunk_rows", chunk_rows, 1, wanted="at least 1", kind="an integer or None")
@@ -854,7 +862,7 @@ class Collection:
           `state = collection.grow(state, batch)` before each step.
         """
         check_state("grow", self, state)
-        check_untraced("grow", state)
+        check_placed("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
         now = clock_of("grow", clock)
         evict_lib.check_hand_over("grow", hand_over)
@@ -898,6 +906,18 @@ class Collection:
         """
         check_state("drain", self, state)
         return dataclasses.replace(state, drains=True)
+
+    def discard(self, state: State) -> State:
+        """Ends a step whose update is skipped: rows that its lookups inserted stay, and have learned nothing.
+
+        Call it in place of `update`: draining (`drain`) ends with a step, also one without an update, and both branches
+        of a `lax.cond` must return states of one structure.
+
+        Example:
+          `state = lax.cond(is_finite, lambda s: collection.update(s, plan, gradients)[0], collection.discard, state)`
+        """
+        check_state("discard", self, state)
+        return state.end_step()
 
     def ahead(self, step: Any, *others: "Collection") -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.

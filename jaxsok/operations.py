@@ -39,7 +39,7 @@ from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 _OPS_WITH_LOOKUPS_AHEAD = frozenset(
-    "lookup update gradient_norm grow drain num_rows cache_stats memory_estimate".split()
+    "lookup update discard gradient_norm grow drain num_rows cache_stats memory_estimate".split()
 )
 
 
@@ -431,6 +431,16 @@ def check_untraced(op: str, state: State, remedy: str = "call it between steps")
         raise TypeError(
             f"{op}: state: got one that is traced (in jax.jit, lax.scan or shard_map), wanted arrays, because {op} "
             f"runs on the host; {remedy}."
+        )
+
+
+def check_placed(op: str, state: State) -> None:
+    """Refuses a state that is not on the devices: a traced one, or one of NumPy arrays."""
+    check_untraced(op, state)
+    if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state)):
+        raise TypeError(
+            f"{op}: state: got one of NumPy arrays, as jax.device_get gives it, wanted arrays of JAX; put it back with "
+            "jax.device_put(copy, jax.tree.map(lambda leaf: leaf.sharding, state)), of the state that was copied."
         )
 
 

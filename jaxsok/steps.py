@@ -178,9 +178,7 @@ class Steps:
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
         after = {"step": _step_after(state, 1), "tickets": redeemed.tickets}
-        # Draining ends with a step, which may have several lookups.
-        drains = state.drains and bool(state.ahead)
-        state = dataclasses.replace(state, stores=tuple(stores), drains=drains, **after)
+        state = dataclasses.replace(state.end_step(), stores=tuple(stores), **after)
         found = [not_none(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
         # `grow` reads the state, and warns even if the caller ignores Stats.
@@ -303,7 +301,7 @@ def _select_used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_on_shards(steps: Steps, name: str, state: State, *args: Any) -> Any:
     split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
-    updated = dataclasses.replace(of_state, drains=state.drains and bool(state.ahead))
+    updated = dataclasses.replace(of_state, drains=state.end_step().drains)
     in_specs, out_specs = {
         "lookup": ((split, same), (split, of_state, split)),
         "find": ((split,), (split, same)),

@@ -128,6 +128,10 @@ class State:
     drains: bool = dataclasses.field(default=False, metadata={"static": True})
     """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`)."""
 
+    def end_step(self) -> "State":
+        """Returns the state at the end of a step, updated or not: draining ends when no lookup is in flight."""
+        return dataclasses.replace(self, drains=self.drains and bool(self.ahead))
+
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""
         num_bytes = sum(

@@ -22,7 +22,7 @@ from jaxsok.checkpoint.keys_by_row import KeysByRow
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save, time_of
 from jaxsok.checkpoint.saved import Source, check_forms
 from jaxsok.collection import Collection
-from jaxsok.operations import check_state, check_untraced
+from jaxsok.operations import check_placed, check_state
 from jaxsok.store import State
 
 
@@ -215,7 +215,7 @@ def _begin_export(
                 "the last step of each row; declare TableSpec(statistics=True)."
             )
     check_state(op, collection, state)
-    check_untraced(op, state)
+    check_placed(op, state)
     final, chain, rests_on = pathlib.Path(path), [], None
     if base is not None:
         with processes.fail_together(op):

@@ -249,9 +249,12 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(updates, Mapping) or _TABLES not in updates:
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
         raise ValueError(f'discard: updates: got {got}, wanted the variables that apply returned, with "{_TABLES}".')
-    return unflatten_dict(
-        {path: leaf for path, leaf in _flatten(updates[_TABLES]).items() if type(leaf) is not _Waiting}
-    )
+    flat = _flatten(updates[_TABLES])
+    for path in [path for path, leaf in flat.items() if type(leaf) is _Waiting]:
+        del flat[path]
+        where = (*path[:-1], "state")
+        flat[where] = flat[where].end_step()
+    return unflatten_dict(flat)
 
 
 def grow(

@@ -5,8 +5,9 @@ checkpoints) do not see. Graph and tree mode both work. Import it by `from jaxso
 calls that need no Flax are in tap.py.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,20 @@ class TapVariable(nnx.Variable):
 
 class PlanVariable(nnx.Variable):
     """The plans of the lookups since the last update."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The shapes of what a lookup reads, as part of the structure of a layer: a trace that JAX has keeps them."""
+
+    structure: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, features: Any) -> "_Asked":
+        leaves, structure = jax.tree.flatten(features)
+        return cls(structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 class Embeddings(nnx.Module):
@@ -87,8 +102,7 @@ class Embeddings(nnx.Module):
         # What a step leaves behind is what it found, nothing, so one program serves all steps.
         self.taps = TapVariable(())
         self.plans = PlanVariable(())
-        # Called with what the layer is asked for, while a loss is traced for its lookups only.
-        self._record: Callable[[Any], None] | None = None
+        self._is_probe = False  # true while a loss is traced for its lookups alone: then they are the plans
 
     def __call__(
         self, features: Features | Plan, *, deterministic: bool | None = None, clock: Any = None
@@ -105,10 +119,10 @@ class Embeddings(nnx.Module):
         """
         if self.deterministic if deterministic is None else deterministic:
             return self.find(features)[0]
-        if self._record is not None:
-            self._record(features)
-            return tap.zero_taps(self.collection, features)
         taps, plans = self.taps.get_value(), self.plans.get_value()
+        if self._is_probe:
+            self.plans.set_value((*plans, _Asked.of(features)))
+            return tap.zero_taps(self.collection, features)
         if len(plans) >= len(taps):
             num_taps = sum(own is not None for own in taps)
             raise ValueError(
@@ -170,12 +184,13 @@ class Embeddings(nnx.Module):
 
     def _take(self, state: State) -> None:
         self.tables.set_value(state)
-        self.discard()
+        self.taps.set_value(())
+        self.plans.set_value(())
 
     def discard(self) -> None:
         """Skips the lookups since the last update: rows that they inserted stay, and have learned nothing."""
-        self.taps.set_value(())
-        self.plans.set_value(())
+        state = self.tables.get_value()
+        self._take(self.collection.discard(state) if self.plans.get_value() else state)
 
     def drain(self) -> None:
         """Calls `Collection.drain`, before the step after which no lookup is to be in flight."""
@@ -221,19 +236,18 @@ def value_and_grad(
 
     @functools.wraps(f)
     def with_taps(model: Any, *args: Any, **kwargs: Any) -> Any:
-        layers = dict(_layers(model))
+        layers = _layers("value_and_grad", model)
         if not layers:
             raise ValueError(
                 "value_and_grad: model: got one without jaxsok.layers.nnx.Embeddings, wanted at least one; "
                 "without them use nnx.value_and_grad."
             )
         found = _lookups(f, (model, *args), kwargs)
-        before = [(layer, layer.taps.get_value()) for layer in layers.values()]
+        before = [(layer, layer.taps.get_value()) for layer, *_ in layers.values()]
         try:
-            for path, layer in layers.items():
+            for path, (layer, *_) in layers.items():
                 layer.set_taps(*found[path], accumulate=accumulate)
-            # In graph mode, the only one of older Flax, transformations take `DiffState` and carry new Variables out.
-            if all(mode.current_value() for mode in modes_of_flax()):
+            if _is_graph_mode():
                 differentiated = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
                 return differentiated(model, *args, **kwargs)
             return _value_and_grad_of_tree(f, wrt, has_aux, model, args, kwargs)
@@ -256,8 +270,7 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
     Example:
       `stats = layers.update(model, grads)["embed"]`
     """
-    several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-    waiting = _find_waiting("update", model, several)
+    waiting = _find_waiting("update", model, _calls_of(model, gradients))
     # All before the first takes its own: one that is refused leaves none a step ahead.
     updated = [layer._update_tables(of_layer, learning_rate) for _, layer, of_layer in waiting]
     stats = {}
@@ -284,8 +297,7 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
       `grads, norm = layers.clip_by_global_norm(model, grads, 1.0)`, before `layers.update(model, grads)`
     """
     op = "clip_by_global_norm"
-    several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-    lookups = []
+    several, lookups = _calls_of(model, gradients), []
     for _, layer, of_layer in _find_waiting(op, model, several):
         plans = layer.plans.get_value()
         lookups.append((layer.collection, layer.tables.get_value(), plans, tap.gradients_by_plan(op, plans, of_layer)))
@@ -311,20 +323,49 @@ def grow(
     Raises:
       ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
     """
-    layers = {".".join(map(str, path)): layer for path, layer in _layers(model)}
+    layers = {".".join(map(str, path)): layer for path, (layer, *_) in _layers("grow", model).items()}
     states = {path: layer.tables.get_value() for path, layer in layers.items()}
     collections = {path: layer.collection for path, layer in layers.items()}
     for path, state in tap.grow(states, collections, batch, steps=steps, clock=clock, hand_over=hand_over):
         layers[path].tables.set_value(state)
 
 
-def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
-    return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Embeddings))
+def _layers(op: str, model: Any) -> dict[tuple[Any, ...], list[Embeddings]]:
+    """Finds the layers of a model by their first path: the modules of each, of which `nnx.view` makes several."""
+    found: dict[tuple[Any, ...], list[Embeddings]] = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Embeddings):
+            same = [modules for modules in found.values() if modules[0].plans is node.plans]
+            modules = same[0] if same else found.setdefault(path, [])
+            modules.append(node)
+    paths_of: dict[int, list[str]] = {}
+    for path, (layer, *_) in found.items():
+        paths_of.setdefault(id(layer.tables), []).append(".".join(map(str, path)))
+    for paths in paths_of.values():
+        if len(paths) > 1:
+            raise ValueError(
+                f"{op}: model: got one TableVariable for the layers {paths}, wanted one layer that is used in all of "
+                "these places."
+            )
+    return found
+
+
+def _is_graph_mode() -> bool:
+    """In this mode, the only one of older Flax, transformations take `DiffState` and carry new Variables out."""
+    return all(mode.current_value() for mode in modes_of_flax())
+
+
+def _calls_of(model: Any, gradients: Any) -> Sequence[Any]:
+    """Returns the gradients of each call; in graph mode those of one call are a tuple or list if the model is one."""
+    is_several = isinstance(gradients, (list, tuple))
+    if is_several and isinstance(model, (list, tuple)) and _is_graph_mode():
+        is_several = all(isinstance(of_call, (list, tuple)) for of_call in gradients)
+    return gradients if is_several else [gradients]
 
 
 def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
     """Returns the layers with lookups since the last update: path, layer, and gradients of its taps from each call."""
-    waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
+    waiting = [(path, layer) for path, (layer, *_) in _layers(op, model).items() if layer.plans.get_value()]
     if not waiting:
         raise ValueError(f"{op}: model: got one without lookups since the last update, wanted at least one.")
     return [(path, layer, [_taps_at(op, of_call, path) for of_call in gradients]) for path, layer in waiting]
@@ -338,14 +379,17 @@ def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[
     def probe() -> None:
         # A copy keeps what f does to its modules from them. Nothing is an argument of what is traced: a flag stays one.
         args, kwargs = nnx.merge(graphdef, state, copy=True)
-        for path, layer in _layers(args[0]):
-            found[path] = []
-            layer._record = found[path].append
+        layers = _layers("value_and_grad", args[0])
+        for modules in layers.values():
+            modules[0].plans.set_value(())
+            for layer in modules:
+                layer._is_probe = True
         f(*args, **kwargs)
+        for path, (layer, *_) in layers.items():
+            found[path] = [jax.tree.unflatten(asked.structure, asked.leaves) for asked in layer.plans.get_value()]
 
     jax.eval_shape(probe)
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-    return {path: jax.tree.map(shape, asked) for path, asked in found.items()}
+    return found
 
 
 def _value_and_grad_of_tree(f: Callable, wrt: Any, has_aux: bool, model: Any, args: tuple, kwargs: Any) -> Any:
@@ -381,10 +425,11 @@ def _only_taps(gradients: Any) -> Any:
 def _taps_at(op: str, gradients: Any, path: tuple[Any, ...]) -> Any:
     node = gradients
     for part in (*path, "taps"):
-        if not isinstance(node, Mapping) or part not in node:
+        parts = dict(enumerate(node)) if isinstance(node, (list, tuple)) else node
+        if not isinstance(parts, Mapping) or part not in parts:
             raise ValueError(
                 f"{op}: gradients: got none for the taps of {'.'.join(map(str, path))!r}, wanted them; differentiate "
                 "with jaxsok.layers.nnx.value_and_grad, or with respect to nnx.Any(nnx.Param, TapVariable)."
             )
-        node = node[part]
+        node = parts[part]
     return node.get_value() if isinstance(node, TapVariable) else node

@@ -69,6 +69,8 @@ def test_what_cannot_be_saved_is_refused_before_orbax_begins(eight):
     jax.tree.map(lambda leaf: leaf.delete(), gone)
     with pytest.raises(ValueError, match="TablesSave: state: got one whose arrays are deleted"):
         TablesSave(collection, gone)
+    with pytest.raises(TypeError, match="TablesSave: state: got one of NumPy arrays"):
+        TablesSave(collection, jax.device_get(state))
     with pytest.raises(ValueError, match="TablesSave: compression: got 'zip'"):
         TablesSave(collection, state, compression="zip")
 

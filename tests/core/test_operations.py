@@ -644,6 +644,16 @@ def test_calls_that_are_refused():
             collection.import_table(state, "a", RECORDS, **options)
     with pytest.raises(TypeError, match="import_table: state: got one that is traced"):
         jax.jit(lambda state: collection.import_table(state, "a", RECORDS))(state)
+    on_host = jax.device_get(state)
+    for call in (
+        lambda: collection.grow(on_host, 1),
+        lambda: collection.export_table(on_host, "a"),
+        lambda: next(collection.export_chunks(on_host, "a", chunk_rows=1)),
+    ):
+        with pytest.raises(TypeError, match=r"state: got one of NumPy arrays, as jax\.device_get gives it, wanted arr"):
+            call()
+    back = jax.device_put(on_host, jax.tree.map(lambda leaf: leaf.sharding, state))
+    assert content(collection.grow(back, 1)) == ({}, []) and collection.num_rows(on_host) == {"a": 0, "b": 0}
     with pytest.raises(ValueError, match=r"assign: rows: got float32\[2, 4\], wanted floats\[3, 4\]"):
         collection.assign(state, "a", np.arange(3), np.ones((2, 4), np.float32))
     with pytest.raises(ValueError, match=r"rows_of: keys: got shape \[1, 3\], wanted \[num_keys\]"):

@@ -564,6 +564,9 @@ def test_a_step_that_is_passed_over():
     left = layers.discard(updates)
     assert "discard: updates: got ['embed']" in message(ValueError, lambda: layers.discard(updates["tables"]))
     assert jax.tree.structure(left) == jax.tree.structure(tables)
+    (_, updates), _ = gradients_of(model, state.params, layers.drain(tables), collection.batch(raw))
+    assert jax.tree.structure(layers.discard(updates)) == jax.tree.structure(tables), "draining ends with the step"
+    assert layers.discard({"tables": layers.drain(tables)})["embed"]["state"].drains, "no step was taken"
     oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
     oracle.loss(raw, insert=True)
     oracle.assert_tables(collection, left["embed"]["state"])

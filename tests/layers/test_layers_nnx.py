@@ -1000,6 +1000,114 @@ def test_one_collection_grows_with_one_state():
     assert "got one collection for the layers ['one', 'two']" in message(ValueError, lambda: layers.grow(model))
 
 
+def test_layers_that_share_tables_alone_are_refused(mode):
+    """Each would step from the old rows. Flax's modules in tree mode share nothing."""
+    if mode == "tree":
+        return
+    collection = cases.one_device()
+    model = nnx.Dict(one=layers.Embeddings(collection), two=layers.Embeddings(collection))
+    model.two.tables = model.one.tables
+    features = collection.batch(cases.raw_batches(1)[0]).features
+    before = cases.snapshot(nnx.state(model))
+    differentiate = layers.value_and_grad(lambda model: jnp.sum(cases.join(model.one(features))))
+    for call in (lambda: differentiate(model), lambda: layers.update(model, {}), lambda: layers.grow(model)):
+        assert "got one TableVariable for the layers ['one', 'two'], wanted one layer" in message(ValueError, call)
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+
+
+@pytest.mark.parametrize("names", [("model", "view"), ("model", "eval_model")])
+def test_a_view_of_a_layer_is_the_same_layer(names):
+    """A module may hold a model and a view of it, in any order."""
+    collection = cases.one_device()
+    model, _ = declare(collection)
+    alone, _ = declare(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    both = nnx.Dict(zip(names, (model, nnx.view(model, deterministic=True)), strict=True))
+
+    def loss(both, batch):
+        found = both[names[1]].embed(batch.features)  # a lookup that finds nothing yet
+        return loss_fn(both[names[0]], batch) + 0.0 * jnp.sum(cases.join(found))
+
+    layers.grow(both, batch)
+    value, grads = layers.value_and_grad(loss)(both, batch)
+    stats = layers.update(both, grads)
+    wanted, its_grads = layers.value_and_grad(loss_fn)(alone, batch)
+    alone.embed.update(its_grads)
+    assert value == wanted and len(stats) == 1
+    got, wanted = (programs.by_key(collection, state_of(each), "user") for each in (model, alone))
+    np.testing.assert_array_equal(programs.bits(got["rows"]), programs.bits(wanted["rows"]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_model_that_is_a_list_or_a_tuple(mode, kind):
+    """One gradient and those of two micro-batches, clipped and taken, as for a model that is a module."""
+    collection = cases.one_device()
+    batches = [collection.batch(raw) for raw in cases.raw_batches(2)]
+
+    def run(model, of_model, num_batches):
+        loss = lambda model, batch: loss_fn(of_model(model), batch)  # noqa: E731
+        grads = [
+            layers.value_and_grad(loss, accumulate=number > 0)(model, batch)[1]
+            for number, batch in enumerate(batches[:num_batches])
+        ]
+        grads, norm = layers.clip_by_global_norm(model, grads if num_batches > 1 else grads[0], 0.5)
+        (stats,) = layers.update(model, grads).values()
+        return norm, stats.to_dict(), state_of(of_model(model))
+
+    for num_batches in (1, 2):
+        first, second = declare(collection)[0], declare(collection)[0]
+        wanted = run(first, lambda model: model, num_batches)
+        cases.assert_equal(run(kind([nnx.Linear(1, 1, rngs=nnx.Rngs(0)), second]), lambda m: m[1], num_batches), wanted)
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat])
+def test_two_lookups_by_one_inner_function(wrap):
+    """JAX traces it once for both, and in later steps not at all."""
+    collection = cases.one_device()
+    encode = wrap(lambda model, features: model(features))
+    batches = [collection.batch(raw) for raw in cases.raw_batches(4)]
+
+    def run(encode):
+        model, _ = declare(collection)
+        for first, second in (batches[:2], batches[2:]):
+            loss = lambda model, x, y: jnp.sum(encode(model, x.features) * encode(model, y.features))  # noqa: E731
+            _, grads = layers.value_and_grad(loss)(model, first, second)
+            model.embed.update(grads).check()
+        return programs.by_key(collection, state_of(model), "user")
+
+    got, wanted = run(encode), run(lambda model, features: model(features))
+    np.testing.assert_array_equal(got["keys"], wanted["keys"])
+    np.testing.assert_allclose(got["rows"], wanted["rows"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_a_condition_skips_may_drain():
+    """Both branches leave a model of one structure, also in the step with which draining ends."""
+    raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(6)]
+    table = jaxsok.TableSpec("item", 4, jaxsok.optim.adam(0.1), capacity=64)
+
+    def train(**options):
+        collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("clicked", "item")])
+        model = layers.Embeddings(collection)
+
+        @nnx.jit
+        def step(model, plan, is_updated):
+            loss, grads = layers.value_and_grad(lambda model: jnp.mean((model(plan)["clicked"] - 1.0) ** 2))(model)
+            take = lambda model, grads: (model.update(grads), None)[1]  # noqa: E731
+            nnx.cond(is_updated, take, lambda model, grads: model.discard(), model, grads)
+            return loss
+
+        losses = []
+        for number, (batch, plan) in enumerate(collection.pipeline(raws, **options)):
+            if options and number in (1, 3):
+                model.drain()
+            model.grow(batch)
+            losses.append(float(step(model, plan, np.array(number not in (2, 3)))))
+        assert not model.tables.get_value().drains
+        return losses, programs.by_key(collection, model.tables.get_value(), "item")["rows"]
+
+    cases.assert_equal(train(lookahead=1), train())
+
+
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=["exact", "stale"])
 def test_lookups_ahead_need_no_other_step(options):
     """A model's loop is the same as without lookups ahead; exact lookups give its bits, and `drain` ends them."""
