@@ -54,11 +54,34 @@ uint32_t CrcOf(const void* data, size_t size) {
 
 // Files -------------------------------------------------------------------------------------------------------
 
+/// A folder that stays the same one, also where its path is a link that is given another folder meanwhile.
+class OpenFolder {
+ public:
+  explicit OpenFolder(const std::string& path) : path_(path) {
+    descriptor_ = open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);  // without one, `OpenFile` refuses it
+  }
+  OpenFolder(const OpenFolder&) = delete;
+  ~OpenFolder() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  std::string PathOf(const std::string& name) const { return path_ + "/" + name; }
+
+  int Open(const std::string& name, int flags) const {
+    return descriptor_ < 0 ? open(PathOf(name).c_str(), flags) : openat(descriptor_, name.c_str(), flags);
+  }
+
+ private:
+  std::string path_;
+  int descriptor_;
+};
+
 class OpenFile {
  public:
-  OpenFile(const std::string& path, const char* wanted) : path_(path) {
+  OpenFile(const OpenFolder& folder, const std::string& name, const char* wanted) : path_(folder.PathOf(name)) {
+    const std::string& path = path_;
     // O_NONBLOCK: a pipe in place of a file must not stop the caller.
-    descriptor_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    descriptor_ = folder.Open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor_ < 0) {
       const int error = errno;
       Refuse(JAXSOK_NO_FOLDER, "jaxsok_open: file \"", path, "\": got \"", std::strerror(error), "\", wanted ", wanted,
@@ -178,11 +201,11 @@ constexpr DtypeName kDtypes[] = {{"float32", kRowDtypeFloat32, 4},
                                  {"int8", kQuantizedInt8, 1},
                                  {"float8_e4m3fn", kQuantizedFloat8E4m3, 1}};
 
-std::string ReadText(const std::string& path) {
-  const OpenFile file(path, "the manifest of frozen tables");
+std::string ReadText(const OpenFolder& folder) {
+  const OpenFile file(folder, kManifest, "the manifest of frozen tables");
   if (file.size() > kMostManifestBytes) {
-    Refuse(JAXSOK_BAD_FOLDER, "jaxsok_open: file \"", path, "\": got ", file.size(), " bytes, wanted at most ",
-           kMostManifestBytes, kRemedy);
+    Refuse(JAXSOK_BAD_FOLDER, "jaxsok_open: file \"", folder.PathOf(kManifest), "\": got ", file.size(),
+           " bytes, wanted at most ", kMostManifestBytes, kRemedy);
   }
   std::string text(static_cast<size_t>(file.size()), '\0');
   file.Read(text.data(), text.size());
@@ -230,10 +253,11 @@ FrozenStoreFiles ReadStore(const Manifest& manifest, const Json& store, const st
 }
 
 FileMemory ReadArray(const Manifest& manifest, const Json& store, const std::string& where, const char* name,
-                     const std::string& path, uint64_t size, uint32_t flags) {
+                     const OpenFolder& folder, const std::string& file_name, uint64_t size, uint32_t flags) {
   const Json& checksums = manifest.Get(store, where, "checksums", Json::kObject, "an object");
   const auto wanted = static_cast<uint32_t>(manifest.Whole(checksums, where + "checksums.", name, 0, UINT32_MAX));
-  const OpenFile file(path, "an array of the manifest next to it");
+  const OpenFile file(folder, file_name, "an array of the manifest next to it");
+  const std::string path = folder.PathOf(file_name);
   if (file.size() != size) {
     Refuse(JAXSOK_BAD_FOLDER, "jaxsok_open: file \"", path, "\": got ", file.size(), " bytes, wanted ", size, kRemedy);
   }
@@ -254,7 +278,8 @@ FileMemory::~FileMemory() {
 }
 
 FrozenFolder ReadFrozenFolder(const std::string& path, uint32_t flags) {
-  const std::string file = path + "/" + kManifest, text = ReadText(file);
+  const OpenFolder opened(path);
+  const std::string file = opened.PathOf(kManifest), text = ReadText(opened);
   const Manifest manifest(file, text);
   const Json& root = manifest.root();
   if (root.kind != Json::kObject) manifest.RefuseField("content", "another value", "an object");
@@ -280,7 +305,7 @@ FrozenFolder ReadFrozenFolder(const std::string& path, uint32_t flags) {
     uint64_t row_bytes = 0;
     FrozenStoreFiles files = ReadStore(manifest, store, where, &row_bytes);
     const auto read = [&](const char* name, uint64_t size) {
-      return ReadArray(manifest, store, where, name, path + "/store_" + number + "." + name, size, flags);
+      return ReadArray(manifest, store, where, name, opened, "store_" + number + "." + name, size, flags);
     };
     files.index = read("index", files.num_buckets * sizeof(Bucket));
     files.rows = read("rows", files.capacity * row_bytes);

@@ -236,9 +236,20 @@ def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
     return path.stat().st_size
 
 
+def follow_links(path: str | os.PathLike) -> pathlib.Path:
+    """Follows links once, so that all files below are of one folder even if a link is given another one meanwhile."""
+    real = os.path.realpath(path)
+    return pathlib.Path(path if real == os.path.abspath(path) else real)
+
+
 @dataclasses.dataclass(frozen=True)
 class RawArray:
-    """Rows of numbers from byte `begin` of a file to its end; `dtype` has its byte order."""
+    """Rows of numbers from byte `begin` of a file to its end; `dtype` has its byte order.
+
+    Each read refuses a file that was replaced or written since the array was made. So of files whose writer removes the
+    first and places it last, as `partial_files`, rows are of one writer if the first one's array is made first, and
+    read after the others are made.
+    """
 
     op: str
     path: pathlib.Path
@@ -246,8 +257,10 @@ class RawArray:
     shape: tuple[int, ...]
     begin: int = 0
     keys: pathlib.Path | None = None  # the file that says how many rows there are, if it is another one
+    _identity: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_identity", _identity_of(self.path) if self.path.exists() else ())
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
         if size != wanted:
             got = "the end of the file" if size < wanted else "more"
@@ -270,17 +283,23 @@ class RawArray:
         """Reads rows, in the machine's byte order."""
         stop = min(stop, self.shape[0])
         count = (stop - start) * math.prod(self.shape[1:])
-        numbers = np.fromfile(self.path, self.dtype, count, offset=self.byte_of(start))
-        if numbers.size != count:
-            raise ValueError(
-                f"{self.op}: {self.path}: byte {self.byte_of(start) + numbers.size * self.dtype.itemsize}: got the end "
-                f"of the file, wanted {self.byte_of(stop)} bytes, as when it was opened; another process writes it."
-            )
+        with self.path.open("rb") as file:
+            numbers = np.fromfile(file, self.dtype, count, offset=self.byte_of(start))
+            if _identity_of(file.fileno()) != self._identity or numbers.size != count:
+                raise ValueError(
+                    f"{self.op}: {self.path}: got another file than when it was opened, or other contents, wanted the "
+                    "same; another process writes it: read it again."
+                )
         return numbers.astype(self.dtype.newbyteorder("="), copy=False).reshape(-1, *self.shape[1:])
 
     def read_keys(self, start: int, stop: int) -> np.ndarray:
         """Reads rows as keys: narrower integers are widened by their sign."""
         return keys_lib.from_words(keys_lib.to_words(self.read(start, stop), self.op))
+
+
+def _identity_of(file: pathlib.Path | int) -> tuple[int, ...]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:

@@ -74,7 +74,18 @@ def read_hps(
     Example:
       `rows = np.concatenate([chunk.rows for chunk in read_hps("model/user_embeddings/user", dim=64)])`
     """
-    op, (key_path, rows_path, meta_path) = "read_hps", _paths(path)
+    return open_hps(path, dim=dim, chunk_rows=chunk_rows, hotness=hotness)[1]
+
+
+def open_hps(
+    path: str | os.PathLike, *, dim: int, chunk_rows: int | None = None, hotness: bool = False
+) -> tuple[RawArray, RecordChunks]:
+    """Does `read_hps`, and also gives the keys, which can be read without the rows.
+
+    Example:
+      `keys, chunks = open_hps("model/user_embeddings/user", dim=64)`, then `keys.read_keys(0, chunks.num_rows)`
+    """
+    op, (key_path, rows_path, meta_path) = "read_hps", _paths(files.follow_links(path))
     files.check_dim(op, dim)
     num_rows = files.rows_in(op, key_path, _KEY.itemsize)
     if num_rows == 0:
@@ -94,7 +105,7 @@ def read_hps(
             frequency = None if meta is None else _frequency(meta, start, stop)
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), frequency=frequency)
 
-    return RecordChunks(num_rows, int(dim), {}, chunks)
+    return keys, RecordChunks(num_rows, int(dim), {}, chunks)
 
 
 def save(

@@ -228,9 +228,9 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
-    meta = folder / "meta"
+    meta = files_lib.follow_links(folder) / "meta"
     try:
-        chunks = hps_lib.read_hps(folder, dim=dim, hotness=hotness and meta.exists())
+        file, chunks = hps_lib.open_hps(meta.parent, dim=dim, hotness=hotness and meta.exists())
     except ValueError as error:
         if not str(error).startswith(f"read_hps: {meta}:"):
             raise
@@ -239,7 +239,6 @@ def _open_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: Key
             f'{op}: table "{table}": {what}; take the file away, or give a model with a dynamic cache init_ec: '
             "false, so that it is not filled by it."
         ) from error
-    file = files_lib.RawArray(op, folder / "key", np.dtype("<i8"), (chunks.num_rows,))
     at_once = files_lib.CHUNK_BYTES // file.row_bytes
 
     def keys() -> Iterator[np.ndarray]:

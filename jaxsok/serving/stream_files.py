@@ -9,6 +9,7 @@ and the folder for them. It answers with a line: the kind of what went wrong, an
 
 import json
 import pathlib
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,11 @@ from redis.retry import Retry
 TIMEOUT_S = 5.0  # for an answer of Redis
 CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError  # ValueError: the URL's query
 GONE, UNWRITTEN = "gone", "unwritten"  # kinds: Redis no longer has the files, or this host cannot write them
+
+
+def text_of(error: Exception) -> str:
+    """Returns the text of an error, in which a pipeline has a command with its arguments: keys and rows."""
+    return re.sub(r"(?s)^(Command # \d+) \(\w+ .*\) of", r"\1 of", str(error))
 
 
 def connect(url: str) -> Any:
@@ -62,7 +68,7 @@ def main() -> None:
         except OSError as error:
             kind, got = UNWRITTEN, str(error)
         except CAN_FAIL as error:
-            kind, got = type(error).__name__, str(error)
+            kind, got = type(error).__name__, text_of(error)
         print(json.dumps([kind, got]), flush=True)
 
 

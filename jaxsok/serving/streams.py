@@ -21,7 +21,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -38,7 +37,8 @@ from jaxsok.serving.config.keys import URL_OF_REDIS, is_url_of_redis
 from jaxsok.serving.databases.redis import redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.ready import Repeated
-from jaxsok.serving.stream_files import CAN_FAIL, GONE, TIMEOUT_S, UNWRITTEN, connect
+from jaxsok.serving.stream_files import CAN_FAIL, GONE, TIMEOUT_S, UNWRITTEN, connect, text_of
+from jaxsok.serving.temporary import TemporaryFolder
 
 __all__ = ["Publisher"]
 
@@ -52,6 +52,7 @@ BATCH_BYTES = 2 * 2**30  # versions up to this many bytes are applied as one ver
 WAIT_S = 0.5  # for the next version; `stop` waits as long
 WAIT_AHEAD_S = 0.05  # the same while versions are applied, whose end waits as long
 RETRY_S = 1.0  # after a failure
+_UNREACHED = redis.ConnectionError, redis.TimeoutError, OSError
 
 _UUID = text(r"[0-9a-f]{32}", "the uuid of an export")
 _FILE = tuple_of(text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file"), integer(0, 2**62))
@@ -103,30 +104,42 @@ class _Stream:
         if not is_url_of_redis(url):
             raise ServingError(f"{op}: url: got something else (not shown), wanted {URL_OF_REDIS}.")
         self._op, self.url, self.name = op, url, f"jaxsok:{{{model}}}"
+        self.what = f'{op}: stream "{self.name}": '  # how errors begin
 
     @functools.cached_property
     def _client(self) -> Any:
         return connect(self.url)
 
     def call(self, run: Callable[[Any], T]) -> T:
+        client = None
         try:
-            return run(self._client)
+            client = self._client
+            return run(client)
         except CAN_FAIL as error:
-            raise self.failure(type(error).__name__, str(error)) from error
+            if isinstance(client, redis.RedisCluster) and isinstance(error, _UNREACHED):
+                with contextlib.suppress(*CAN_FAIL):  # a replica may have taken over from a node that is gone
+                    client.nodes_manager.initialize()
+            raise self.failure(type(error).__name__, text_of(error)) from error
 
     def failure(self, kind: str, text: str) -> DatabaseError:
         """Makes the error of a call that failed with an exception of this kind and text."""
         host = urllib.parse.urlsplit(self.url)._replace(query="").geturl().rpartition("@")[2]
         return DatabaseError(
-            f'{self._op}: stream "{self.name}": got {kind} of Redis at "{host}" ({text}), wanted an answer in '
+            f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted an answer in '
             f"{TIMEOUT_S:g} s; see that it runs and has memory, then try again."
         )
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:
         """Reads the versions behind an entry; waits for one if there is none."""
         if wait_s:
-            self.call(lambda client: client.xread({self.name: after}, count=1, block=int(wait_s * 1000)))
+            self.call(lambda client: self._wait(client, after, wait_s))
         return [self._entry(*found) for found in self.call(lambda client: client.xrange(self.name, f"({after}"))]
+
+    def _wait(self, client: Any, after: str, wait_s: float) -> None:
+        """Waits for an entry; of a cluster at its own node: to find that, the client would ask any, also a dead one."""
+        command = "XREAD", "COUNT", 1, "BLOCK", int(wait_s * 1000), "STREAMS", self.name, after
+        is_cluster = isinstance(client, redis.RedisCluster)
+        client.execute_command(*command, **{"target_nodes": client.get_node_from_key(self.name)} if is_cluster else {})
 
     def _entry(self, name: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
         number, value = name.decode(), {}
@@ -374,7 +387,7 @@ class Follower(Repeated):
         self._error, self._delay_s, self._is_careful = "", 0.0, False
         self._fetcher = _Fetcher(self._stream)
         # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
-        self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-stream-")
+        self._folder = TemporaryFolder("stream")
         self._fetched: dict[str, pathlib.Path] = {}
 
     def start(self) -> None:
@@ -410,7 +423,7 @@ class Follower(Repeated):
             return num_applied
         except Exception as error:
             if str(error) != self._error:  # logged once, not each second
-                _log.error('follow: stream "%s": %s', self._stream.name, error)
+                _log.error('follow: stream "%s": %s', self._stream.name, str(error).removeprefix(self._stream.what))
             self._error = str(error)
             return None
 

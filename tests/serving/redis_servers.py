@@ -4,6 +4,7 @@ The program is the `redis-server` of the system (Debian's package of that name),
 """
 
 import contextlib
+import functools
 import pathlib
 import random
 import shutil
@@ -77,31 +78,46 @@ class Server:
 
 
 class Cluster:
-    """Three servers, each with a third of the slots."""
+    """Three nodes, each with a third of the slots; behind them in `servers`, if wanted, a replica of each."""
 
-    def __init__(self, folder):
-        self.servers = []
-        for number in range(3):
+    def __init__(self, folder, has_replicas=False):
+        self.servers, timeout_ms = [], "1500" if has_replicas else "15000"  # until a replica takes over
+        for number in range(6 if has_replicas else 3):
             options = ["--cluster-enabled", "yes", "--cluster-config-file", f"{number}.conf"]
-            self.servers.append(Server(folder, *options, "--cluster-node-timeout", "15000"))
-        self.address = ",".join(server.address for server in self.servers)
-        for server, start, end in zip(self.servers, (0, 5461, 10_923), (5461, 10_923, 16_384), strict=True):
+            self.servers.append(Server(folder, *options, "--cluster-node-timeout", timeout_ms))
+        nodes, replicas = self.servers[:3], self.servers[3:]
+        self.address = ",".join(server.address for server in nodes)
+        for server, start, end in zip(nodes, (0, 5461, 10_923), (5461, 10_923, 16_384), strict=True):
             server.client.execute_command("CLUSTER ADDSLOTS", *range(start, end))
-            server.client.execute_command("CLUSTER MEET", "127.0.0.1", self.servers[0].port)
+        for server in self.servers[1:]:
+            server.client.execute_command("CLUSTER MEET", "127.0.0.1", nodes[0].port)
         self.wait()
+        for node, replica in zip(nodes, replicas, strict=False):
+            wait_until(functools.partial(_follow, replica.client, node.client))
+        self.wait()
+        links = lambda: {server.client.info("replication").get("master_link_status") for server in replicas}  # noqa: E731
+        wait_until(lambda: links() <= {"up"})
 
     def wait(self):
         """Waits until each node knows all others and reports a healthy cluster."""
 
         def is_well(server):
             info = server.client.cluster("INFO")
-            return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
+            return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == str(len(self.servers))
 
         wait_until(lambda: all(map(is_well, self.servers)))
 
     def kill(self):
         for server in self.servers:
             server.kill()
+
+
+def _follow(replica, node):
+    import redis
+
+    with contextlib.suppress(redis.ResponseError):  # it does not know the node yet
+        replica.execute_command("CLUSTER REPLICATE", node.execute_command("CLUSTER MYID"))
+        return True
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import zlib
 
 import jax
@@ -493,6 +494,37 @@ def test_every_changed_bit_is_noticed(folder, damaged):
         (damaged / file.name).write_bytes(content)
     with open_tables(damaged):
         pass
+
+
+def test_a_link_that_is_given_another_folder_meanwhile(tmp_path):
+    """Without checksums nothing else would notice an index of one folder over the rows of another."""
+    keys = np.arange(5000, dtype=np.uint64)
+    for name, order in (("1", keys), ("2", keys[::-1])):
+        rows = np.repeat(order.astype(np.float32)[:, None] + 1e4 * int(name), 4, 1)
+        tables, _ = freeze_records([(FrozenTable("user", dim=4), SizedRecords(len(keys), [Records(order, rows)]))])
+        serving.export_frozen(tmp_path / name, tables)
+    link, is_over, seen = tmp_path / "current", threading.Event(), set()
+    link.symlink_to("1")
+
+    def switch():
+        while not is_over.is_set():
+            for name in ("2", "1"):
+                (tmp_path / "next").symlink_to(name)
+                (tmp_path / "next").rename(link)
+
+    thread = threading.Thread(target=switch)
+    thread.start()
+    try:
+        for flags in (UNVERIFIED, 0):
+            for _ in range(300):
+                with open_tables(link, flags=flags) as tables:
+                    found = tables.lookup(Request("user", keys))[0][:, 0] - keys
+                assert (found == found[0]).all()
+                seen.add(int(found[0]))
+    finally:
+        is_over.set()
+        thread.join()
+    assert seen == {10_000, 20_000}
 
 
 def seal(rest):

@@ -4,8 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-import redis
-from redis_servers import Server
+from redis_servers import Cluster, running
 from waiting import wait_until
 
 from jaxsok.serving.config import VolatileDb
@@ -20,29 +19,8 @@ KEYS = np.arange(64, dtype=np.uint64)
 @pytest.fixture
 def servers(tmp_path):
     """Yields three nodes, and then the replica of each."""
-    with contextlib.ExitStack() as running:
-        made = []
-        for number in range(6):
-            options = ["--cluster-enabled", "yes", "--cluster-config-file", f"{number}.conf"]
-            made.append(Server(tmp_path, *options, "--cluster-node-timeout", "1500"))
-            running.callback(made[-1].kill)
-        for server, start, end in zip(made[:3], (0, 5461, 10_923), (5461, 10_923, 16_384), strict=True):
-            server.client.execute_command("CLUSTER ADDSLOTS", *range(start, end))
-        for server in made[1:]:
-            server.client.execute_command("CLUSTER MEET", "127.0.0.1", made[0].port)
-        wait_until(lambda: all(server.client.cluster("INFO")["cluster_known_nodes"] == "6" for server in made))
-        for node, replica in zip(made[:3], made[3:], strict=True):
-
-            def follows(node=node, replica=replica):
-                with contextlib.suppress(redis.ResponseError):  # it does not know the node yet
-                    replica.client.execute_command("CLUSTER REPLICATE", node.client.execute_command("CLUSTER MYID"))
-                    return True
-
-            wait_until(follows)
-        wait_until(lambda: all(server.client.cluster("INFO")["cluster_state"] == "ok" for server in made))
-        links = lambda: [server.client.info("replication").get("master_link_status") for server in made[3:]]  # noqa: E731
-        wait_until(lambda: links() == ["up"] * 3)
-        yield made
+    with running(Cluster, tmp_path, True) as cluster:
+        yield cluster.servers
 
 
 def test_writes_go_on_after_a_replica_took_over(servers):

@@ -885,6 +885,10 @@ def test_what_is_written_is_read_again(given):
         again = read(f"{folder}/ps.json")
         assert dataclasses.replace(again, without_effect=()) == dataclasses.replace(config, without_effect=())
         assert effects(again).items() <= effects(config).items()
+        with open(f"{folder}/ps.json") as opened:  # a reader has the old file, whole
+            before = pathlib.Path(f"{folder}/ps.json").read_text()
+            write(f"{folder}/ps.json", given)
+            assert opened.read() == before and os.listdir(folder) == ["ps.json"]
         write(f"{folder}/same.json", given)  # a mapping is written as it is
         assert json.loads(pathlib.Path(folder, "same.json").read_text()) == json.loads(json.dumps(given))
         with pytest.raises(ConfigError, match="supportlonglong"):

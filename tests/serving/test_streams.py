@@ -17,7 +17,7 @@ import numpy as np
 import programs
 import pytest
 import redis
-from redis_servers import Server, running
+from redis_servers import Cluster, Server, running
 from serving_cases import Trained, config_of, expect, model_of, rows_of, write
 from waiting import free_port, wait_until
 
@@ -390,6 +390,52 @@ def test_nothing_is_sent_twice_to_a_cluster_that_hangs(cluster, monkeypatch):
         wait_until(lambda: client.llen("list") > 1)
         time.sleep(0.5)
         assert client.lrange("list", 0, -1) == [b"first", b"second"]
+
+
+def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path):
+    """Not the one that has the stream, but the one that the client asks about commands: a replica takes over."""
+    with running(Cluster, tmp_path, True) as cluster:
+        nodes = cluster.servers[:3]
+        slot = nodes[0].client.execute_command("CLUSTER KEYSLOT", "jaxsok:{dlrm}")
+        named = nodes[0] if slot >= 5461 else nodes[1]
+        training = Training(tmp_path, f"redis://{named.address}")
+        training.publisher.publish(training.first)
+        with serve(f"redis://{named.address}", training) as session:
+            training.publish()
+            wait_until(lambda: serves(session, training))
+            for node in nodes:
+                node.client.execute_command("WAIT", 1, 2000)
+            named.process.kill()
+            named.process.wait()
+            others = [server for server in cluster.servers if server is not named]
+            num_primaries = lambda: sum(server.client.info("replication")["role"] == "master" for server in others)  # noqa: E731
+            wait_until(lambda: num_primaries() == 3 and others[0].client.cluster("INFO")["cluster_state"] == "ok")
+            delta = training.change()
+
+            def is_published():
+                with contextlib.suppress(DatabaseError):
+                    training.publisher.publish(delta)
+                    return True
+
+            wait_until(is_published)
+            wait_until(lambda: serves(session, training))
+        training.publisher.close()
+
+
+def test_what_redis_refuses_is_told_without_the_bytes_of_rows(tmp_path, caplog):
+    """The slot of the stream moves to another node: a transaction there is refused until it is there."""
+    with running(Cluster, tmp_path) as cluster:
+        slot = cluster.servers[0].client.execute_command("CLUSTER KEYSLOT", "jaxsok:{dlrm}")
+        source = cluster.servers[slot * 3 // 16_384]
+        target = next(server for server in cluster.servers if server is not source)
+        ids = [server.client.execute_command("CLUSTER MYID") for server in (source, target)]
+        target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+        source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+        training = Training(tmp_path, f"redis://{source.address}")
+        with pytest.raises(DatabaseError, match=r"publish: stream .* got \w+ of Redis") as info:
+            training.publisher.publish(training.first)
+        assert "ARROW" not in str(info.value) and "RPUSH" not in str(info.value) and len(str(info.value)) < 500
+        training.publisher.close()
 
 
 def test_versions_are_published_in_order(url, tmp_path):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxsok.interchange.files import partial_files
 from jaxsok.serving.config import values as values_lib
 from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, URL_OF_REDIS, WRONG, Keys, Kind, is_url_of_redis
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
@@ -95,7 +96,8 @@ def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> N
     """
     given = _json_of(config) if isinstance(config, Config) else config
     read(given)
-    pathlib.Path(path).write_text(json.dumps(given, indent=1) + "\n")
+    with partial_files("write_config", [pathlib.Path(os.path.realpath(path))], overwrite=True) as (file,):
+        file.write((json.dumps(given, indent=1) + "\n").encode())
 
 
 class _Repeated(dict):

@@ -23,6 +23,7 @@ from jaxsok.serving.config import VolatileDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
 from jaxsok.serving.padding import slices
+from jaxsok.serving.stream_files import text_of
 
 try:
     import redis
@@ -208,14 +209,12 @@ class RedisDatabase(Database):
                 self._places.release()
 
     def _failure(self, error: Exception) -> DatabaseError:
-        # The text of a pipeline of a cluster has the keys and rows of the command.
-        text = re.sub(r"(?s)^(Command # \d+) \(\w+ .*\) of", r"\1 of", str(error))
         wanted = f"answers in {self._config.timeout_s:g} s; see that its servers run, then try again"
         if isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
         return DatabaseError(
-            f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" ({text}), '
-            f"wanted {wanted}."
+            f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" '
+            f"({text_of(error)}), wanted {wanted}."
         )
 
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import logging
 import pathlib
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, final
@@ -14,6 +13,7 @@ import numpy as np
 from jaxsok.serving.config import PersistentDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError
+from jaxsok.serving.temporary import TemporaryFolder
 
 try:
     import rocksdict
@@ -46,14 +46,12 @@ class RocksDatabase(Database):
         self._options.increase_parallelism(config.num_threads)
         self._options.optimize_for_point_lookup(_CACHE_MB)
         self._options.optimize_level_style_compaction(_UNWRITTEN_BYTES)
-        self._is_read_only = config.read_only
+        self.is_followed = config.read_only
         with contextlib.ExitStack() as opened:
             kinds = rocksdict.AccessType
             access = kinds.read_write()
-            if (
-                config.read_only
-            ):  # it follows what another process writes, as RocksDB's secondaries do, which have a log
-                access = kinds.secondary(opened.enter_context(tempfile.TemporaryDirectory(prefix="jaxsok-rocksdb-")))
+            if config.read_only:  # as RocksDB's secondaries do, which have a log
+                access = kinds.secondary(opened.enter_context(TemporaryFolder("rocksdb")))
             is_there = (pathlib.Path(config.path) / "CURRENT").is_file()
             names = self._call(lambda: rocksdict.Rdict.list_cf(config.path, self._options)) if is_there else ["default"]
             columns = dict.fromkeys(names, self._options)
@@ -66,7 +64,7 @@ class RocksDatabase(Database):
         column = self._column(name)
         if column is None:
             return [None] * len(keys)
-        if self._is_read_only:
+        if self.is_followed:
             self._call(self._database.try_catch_up_with_primary)
         return self._call(lambda: column.get(bytes_of(keys)))
 
@@ -85,7 +83,7 @@ class RocksDatabase(Database):
             self._change(name, lambda batch: [batch.delete(field) for field in there])
 
     def _require_writer(self) -> None:
-        if self._is_read_only:
+        if self.is_followed:
             raise DatabaseError(f'persistent_db: read_only: got True for "{self._path}", wanted False to change rows.')
 
     def _change(self, name: str, fill: Callable[[Any], Any]) -> None:

@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 class Database(abc.ABC):
     """Values by distinct keys (little-endian uint32 or uint64), in sets by name, for many threads."""
 
+    is_followed = False  # whether another process writes it
     counts_exactly = True  # otherwise `count` may be too large, where values were replaced
 
     def __init__(self, max_batch_size: int) -> None:
@@ -62,7 +63,8 @@ class DatabaseRows(RowSource):
 
     Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
     for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
-    are written into the first one by a thread; not if any were written since they were read, which may be newer.
+    are written into the first one by a thread; not if any were written since they were read, which may be newer. If
+    another process writes the last one, they are read again afterwards, and leave the first one if they are others.
     """
 
     def __init__(
@@ -145,8 +147,18 @@ class DatabaseRows(RowSource):
             if writes == self._shared.writes:
                 try:
                     self._write(database, name, keys, rows)
+                    if self._databases[-1].is_followed:  # its writer changes it first, then the first database
+                        self._erase_changed(database, name, keys, rows)
                 except DatabaseError as error:
                     _log.warning("DatabaseRows: %s: rows were not lifted: %s", name, error)
+
+    def _erase_changed(self, database: Database, name: str, keys: Keys, rows: Rows) -> None:
+        """Erases rows that are not those of the last database."""
+        now, is_found = np.zeros_like(rows), np.zeros(len(keys), bool)
+        self._read(self._databases[-1], name, keys, np.arange(len(keys)), now, is_found)
+        is_other = ~is_found | (now.view(np.uint32) != rows.view(np.uint32)).any(axis=1)
+        for _, some in self._batches(database, keys, np.flatnonzero(is_other)):
+            database.erase(name, some)
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         for keys in self.keys(table):

@@ -46,6 +46,7 @@ from jaxsok.serving.http.calls import ParsedRequest
 from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import App, Held, ServerOptions
 from jaxsok.serving.model.served import Answer
+from jaxsok.serving.temporary import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Processes:
         access_log: bool = False,
         on_ready: Callable[["Processes"], None] = lambda server: None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="jaxsok-")  # that only this user may open
+        self._folder = TemporaryFolder("serve")  # that only this user may open
         where = {"watch": watch, "watch_interval_s": watch_interval_s}
         try:
             self.app = App(session, options, front_ends=self._folder.name, **where)
