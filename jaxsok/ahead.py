@@ -110,8 +110,13 @@ class Ahead:
             # Shapes are taken down before the call, which may delete the arrays, and the thread starts after it, so
             # that tracing does not compete with dispatching.
             job = self._next_job(key, filling, (args, kwargs), settings)
-        call = self._step if program is None or program.compiled is None else program.compiled
-        results = call(*args, **kwargs)
+        compiled = None if program is None else program.compiled
+        try:
+            results = (compiled or self._step)(*args, **kwargs)
+        except TypeError:
+            if compiled is None:
+                raise
+            results = self._step(*args, **kwargs)  # it has static arguments, which JAX refuses before it runs
         self._record(program, capacities, num_compiled < _num_compiled(), time.perf_counter() - start)
         if job is not None:
             self._start(*job, settings)
@@ -293,8 +298,9 @@ def _map_nodes(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _key(arguments: Any, settings: tuple) -> Any:
-    """Returns what distinguishes programs of one step: shapes, dtypes and settings."""
-    return settings, tuple(_shape(leaf) for leaf in jax.tree.leaves(arguments))
+    """Returns what distinguishes programs of one step: structure, shapes, dtypes and settings."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return settings, structure, tuple(map(_shape, leaves))
 
 
 def _shape(leaf: Any) -> Any:

@@ -867,7 +867,7 @@ class Collection:
         now = clock_of("grow", clock)
         evict_lib.check_hand_over("grow", hand_over)
         coming = self.growth.extrapolate(steps) if batch is None else operations.coming_of(self, batch, steps)
-        following = () if state.drains else operations.following_of(self, batch)
+        following = () if state.drains else operations.following_of(self, state, batch)
         if following:
             num_in_flight, num_given = len(state.ahead), len(batch) if isinstance(batch, (list, tuple)) else 1
             if num_in_flight == 0:

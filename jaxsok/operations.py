@@ -211,17 +211,19 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
     return coming.Coming(positions, tuple(counted), uncounted)
 
 
-def following_of(collection: Declared, batch: Any) -> tuple[Features, ...]:
+def following_of(collection: Declared, state: State, batch: Any) -> tuple[Features, ...]:
     """Returns the batches after those that `grow` takes, some of which their step looks up ahead."""
     last = batch[-1] if isinstance(batch, (list, tuple)) and batch else batch
     features = _features_of(last)
-    for handed_out, following in reversed(collection.growth.following):
-        if handed_out() is features or not _is_one_batch(features):
+    noted = collection.growth.following
+    for handed_out, following in noted:
+        if handed_out() is features:
             return following
-    if isinstance(last, plan_lib.Plan):
+    if isinstance(last, plan_lib.Plan) and _is_one_batch(features):
         return tuple(plan.features for plan in last.following)
-    # A batch of which the caller made other arrays, as by jax.tree.map, counts as the one that was handed out last.
-    return collection.growth.following[-1][1] if collection.growth.following else ()
+    # A batch of which the caller made other arrays, as by jax.tree.map, counts as the one that was handed out last; but
+    # not where no loop over a pipeline goes on, and no lookup of one is in flight.
+    return noted[-1][1] if noted and (state.ahead or collection.growth.is_handing_out) else ()
 
 
 def with_following(

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -346,6 +347,7 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         self._is_read, self._has_ended, self._loop = False, False, (loop := object())
+        is_finalizing = sys.is_finalizing  # when a script ends, modules may be gone
         try:
             self._make_ready(1)
             while self._ready:
@@ -365,7 +367,9 @@ class Pipeline:
         finally:  # when it returns, nothing reads the caller's iterator any more
             if self._loop is loop:
                 self._is_read, self._handed_out = True, None
-                if threading.get_ident() != self._reader_id:  # where it is collected, it would wait for itself
+                self._collection.growth.is_handing_out = False
+                # Where the reader collects this, it would wait for itself.
+                if not is_finalizing() and threading.get_ident() != self._reader_id:
                     ended = [packed for packed in self._packed if self._wait_for(packed) or packed.result()]
                     self._packed = tuple(ended)
         if (error := self._failed) is not None:
@@ -412,6 +416,7 @@ class Pipeline:
         growth, own = self._collection.growth, batch.features
         handed_out = [pair for pair in growth.following if (other := pair[0]()) is not None and other is not own]
         growth.following = [*handed_out, (weakref.ref(own), coming if plans else ())]
+        growth.is_handing_out = True
         if not plans:
             return plan
         is_updated = (self._num_handed_out + 1) % self._ahead.micro_batches == 0

@@ -324,6 +324,21 @@ print("end", flush=True)
     assert "tracing" in done.stdout and "end" in done.stdout
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_script_may_end_within_a_loop_over_a_pipeline(prefetch):
+    """Its iterator, in a global name, is collected when the modules are gone."""
+    script = f"""
+import numpy as np, jaxsok
+table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
+collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
+batches = iter(collection.pipeline(({{"user": np.arange(8) + i}} for i in range(99)), prefetch={prefetch}))
+for _ in range(3):
+    next(batches)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Bad input
 

@@ -339,6 +339,45 @@ def test_programs_for_growth_are_compiled_ahead(pinned, by_doubling):
     assert (step.num_compiled, step.num_hits_ahead) == (1, 2)
 
 
+@on_cpu
+@pytest.mark.parametrize("kind", ["drains", "layouts", "static arguments"])
+def test_programs_of_other_structures_are_not_taken_for_those_compiled_ahead(pinned, kind):
+    """All leaves are equal: what differs is the structure of the state or the plan, or a static argument."""
+    bags = {"combiner": "sum"} if kind == "layouts" else {}
+    features = [jaxsok.FeatureSpec(name, "item", **bags) for name in ("user", "other")]
+    spec = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=128, memory=jaxsok.HostMemory(device_rows=64))
+
+    def run(ahead):
+        collection = jaxsok.Collection([spec], features)
+
+        def step(state, plan, scale):
+            embeddings, state, plan = collection.lookup(state, plan)
+            return collection.update(state, plan, jax.tree.map(lambda rows: rows * scale, embeddings))
+
+        jitted = jax.jit(step, donate_argnums=0, static_argnums=2 if kind == "static arguments" else ())
+        jitted = collection.ahead(jitted) if ahead else jitted
+        raws = []
+        for number in range(60):
+            keys = np.split(np.arange(24) + 24 * number, [12 if not bags else 16 if number % 2 else 8])
+            if bags:
+                keys = [jaxsok.Bags(mine, lengths=[len(mine) - 2, 1, 1]) for mine in keys]
+            raws.append(dict(zip(("user", "other"), keys, strict=True)))
+        state = collection.init(seed=0)
+        for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=int(kind == "drains"))):
+            state = collection.drain(state) if kind == "drains" and number % 10 == 9 else state
+            state = collection.grow(jax.block_until_ready(state), batch)
+            state, stats = jitted(state, plan, 1 + number % 2 if kind == "static arguments" else 1.0)
+            stats.check()
+            if ahead:
+                jitted.wait()
+        assert not ahead or jitted.num_ahead > 1
+        return programs.by_key(collection, state, "item")
+
+    got, wanted = run(True), run(False)
+    np.testing.assert_array_equal(got["keys"], wanted["keys"])
+    np.testing.assert_array_equal(programs.bits(got["rows"]), programs.bits(wanted["rows"]))
+
+
 def is_mapped(address):
     """Returns whether this process has memory mapped there."""
     with open("/proc/self/maps") as lines:

@@ -395,6 +395,31 @@ def test_growth_makes_room_for_the_batch_after_stacked_ones():
     assert collection.num_rows(state) == {"user": 4 * NUM_SAMPLES}
 
 
+def test_batches_of_no_pipeline_follow_a_loop_that_was_broken_off():
+    """Nothing is looked up ahead of them: a full table evicts for them alone, in steps of one scan."""
+    spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LRU)
+    collection = jaxsok.Collection([spec], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(24)]
+    state = collection.init(seed=3)
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
+        state = collection.drain(state) if number == 1 else state
+        state, *_ = step_of(collection)(collection.grow(state, batch), plan)
+        if number == 1:
+            break
+
+    def step(state, features):
+        state, _, stats = step_of(collection)(state, features)
+        return state, stats
+
+    for first in range(2, 24, 2):
+        batches = [collection.batch(raw) for raw in raws[first : first + 2]]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        state = collection.grow(state, stacked)
+        assert not state.drains
+        state, stats = jax.lax.scan(step, state, stacked.features)
+        assert programs.total(stats, "num_refused") == 0
+
+
 def test_a_table_that_cannot_grow_says_so_at_its_own_step(monkeypatch):
     """If memory does not suffice for the batch ahead, the step before it is trained, and the state is drained."""
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=16)], FEATURES[:1])
