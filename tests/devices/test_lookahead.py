@@ -13,7 +13,7 @@ from compiled_cases import addresses, table_copies
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import checkpoint, grow, policies
+from jaxsok import checkpoint, grow, policies, serving
 from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
 
 NUM_SAMPLES = 16
@@ -488,6 +488,7 @@ def test_operations_that_need_a_drained_state_say_so(tmp_path):
         "export_table": lambda: collection.export_table(state, "user"),
         "import_table": lambda: collection.import_table(state, "user", []),
         "export_full": lambda: checkpoint.export_full(tmp_path / "run", collection, state),
+        "freeze": lambda: serving.freeze(collection, state),
     }
     for name, call in calls.items():
         with pytest.raises(ValueError, match=rf"{name}: state: got one with 1 lookups in flight.*drain"):

@@ -47,6 +47,14 @@ def test_a_damaged_chunk_ends_its_request(address, client, caplog):
     assert is_well(client) and not [record for record in caplog.records if record.exc_info]
 
 
+def test_a_body_that_is_also_compressed_on_the_way_is_refused(address):
+    got = talk(address, head(Transfer_Encoding="gzip, chunked"), b"2\r\n{}\r\n0\r\n\r\n", pause_s=0.1)
+    assert got.startswith(b"HTTP/1.1 415 ") and b"got Transfer-Encoding 'gzip, chunked', wanted chunked" in got
+    body = b'{"keys": {"user": [1]}}'
+    got = talk(address, head(Transfer_Encoding="Chunked"), b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body), pause_s=0.1)
+    assert got.startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_refused_body_does_not_spoil_the_connection(address):
     """A body that is refused by its head is not read as the next request."""
     body = b"POST " * 5000

@@ -76,9 +76,10 @@ def formats(request: Request, op: str) -> tuple[str, str]:
     if given is None:
         wanted = " or ".join(wire.MEDIA_TYPES.values())
         raise Refusal(*refused_type, f"{op}: got Content-Type {wire.brief(content_type)}, wanted {wanted}.")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise Refusal(*refused_type, f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
+    for name, plain in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
+        encoding = request.headers.get(name, plain).strip().lower()
+        if encoding != plain:
+            raise Refusal(*refused_type, f"{op}: got {name} {wire.brief(encoding)}, wanted {plain}, or none.")
     wanted = wire.choose_format(",".join(request.headers.getlist("accept")), given)
     if wanted is None:
         message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES.values())}."
