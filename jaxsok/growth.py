@@ -90,8 +90,8 @@ class GrowthTracker:
     """Stores that lost rows to make room."""
     following: list[tuple[weakref.ref, tuple[Features, ...]]] = dataclasses.field(default_factory=list)
     """The batches that pipelines handed out and callers hold, and those of which their steps look some up ahead."""
-    is_handing_out: bool = False
-    """Whether a loop over such a pipeline goes on."""
+    loops: set[object] = dataclasses.field(default_factory=set)
+    """The loops over such pipelines that go on."""
     warned: set[str] = dataclasses.field(default_factory=set)
     """Subjects of warnings so far: each comes once."""
 

@@ -223,7 +223,7 @@ def following_of(collection: Declared, state: State, batch: Any) -> tuple[Featur
         return tuple(plan.features for plan in last.following)
     # A batch of which the caller made other arrays, as by jax.tree.map, counts as the one that was handed out last; but
     # not where no loop over a pipeline goes on, and no lookup of one is in flight.
-    return noted[-1][1] if noted and (state.ahead or collection.growth.is_handing_out) else ()
+    return noted[-1][1] if noted and (state.ahead or collection.growth.loops) else ()
 
 
 def with_following(

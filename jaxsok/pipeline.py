@@ -365,9 +365,9 @@ class Pipeline:
                 self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
+            self._collection.growth.loops.discard(loop)
             if self._loop is loop:
                 self._is_read, self._handed_out = True, None
-                self._collection.growth.is_handing_out = False
                 # Where the reader collects this, it would wait for itself.
                 if not is_finalizing() and threading.get_ident() != self._reader_id:
                     ended = [packed for packed in self._packed if self._wait_for(packed) or packed.result()]
@@ -416,7 +416,7 @@ class Pipeline:
         growth, own = self._collection.growth, batch.features
         handed_out = [pair for pair in growth.following if (other := pair[0]()) is not None and other is not own]
         growth.following = [*handed_out, (weakref.ref(own), coming if plans else ())]
-        growth.is_handing_out = True
+        growth.loops.add(self._loop)
         if not plans:
             return plan
         is_updated = (self._num_handed_out + 1) % self._ahead.micro_batches == 0

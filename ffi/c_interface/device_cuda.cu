@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// Frees memory of a pool when its stream comes to this.
+/// Frees memory of a pool once the work that its stream has by then is done.
 struct FreeOnStream {
   cudaStream_t stream = nullptr;
   void operator()(char* memory) const { cudaFreeAsync(memory, stream); }

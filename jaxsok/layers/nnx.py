@@ -247,7 +247,8 @@ def value_and_grad(
         try:
             for path, (layer, *_) in layers.items():
                 layer.set_taps(*found[path], accumulate=accumulate)
-            if _is_graph_mode():
+            # In graph mode, the only one of older Flax, transformations take `DiffState` and carry new Variables out.
+            if all(mode.current_value() for mode in modes_of_flax()):
                 differentiated = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
                 return differentiated(model, *args, **kwargs)
             return _value_and_grad_of_tree(f, wrt, has_aux, model, args, kwargs)
@@ -270,7 +271,7 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
     Example:
       `stats = layers.update(model, grads)["embed"]`
     """
-    waiting = _find_waiting("update", model, _calls_of(model, gradients))
+    waiting = _find_waiting("update", model, _calls_of("update", model, gradients))
     # All before the first takes its own: one that is refused leaves none a step ahead.
     updated = [layer._update_tables(of_layer, learning_rate) for _, layer, of_layer in waiting]
     stats = {}
@@ -297,7 +298,7 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
       `grads, norm = layers.clip_by_global_norm(model, grads, 1.0)`, before `layers.update(model, grads)`
     """
     op = "clip_by_global_norm"
-    several, lookups = _calls_of(model, gradients), []
+    several, lookups = _calls_of(op, model, gradients), []
     for _, layer, of_layer in _find_waiting(op, model, several):
         plans = layer.plans.get_value()
         lookups.append((layer.collection, layer.tables.get_value(), plans, tap.gradients_by_plan(op, plans, of_layer)))
@@ -350,17 +351,12 @@ def _layers(op: str, model: Any) -> dict[tuple[Any, ...], list[Embeddings]]:
     return found
 
 
-def _is_graph_mode() -> bool:
-    """In this mode, the only one of older Flax, transformations take `DiffState` and carry new Variables out."""
-    return all(mode.current_value() for mode in modes_of_flax())
-
-
-def _calls_of(model: Any, gradients: Any) -> Sequence[Any]:
-    """Returns the gradients of each call; in graph mode those of one call are a tuple or list if the model is one."""
-    is_several = isinstance(gradients, (list, tuple))
-    if is_several and isinstance(model, (list, tuple)) and _is_graph_mode():
-        is_several = all(isinstance(of_call, (list, tuple)) for of_call in gradients)
-    return gradients if is_several else [gradients]
+def _calls_of(op: str, model: Any, gradients: Any) -> Sequence[Any]:
+    """Returns the gradients of each call; those of one call are a tuple or list, too, if the model is one."""
+    if not isinstance(gradients, (list, tuple)):
+        return [gradients]
+    is_one = any(_find_taps(gradients, path) is not None for path in _layers(op, model))
+    return [gradients] if is_one else gradients
 
 
 def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
@@ -422,14 +418,22 @@ def _only_taps(gradients: Any) -> Any:
     return taps[0].get_value()
 
 
-def _taps_at(op: str, gradients: Any, path: tuple[Any, ...]) -> Any:
+def _find_taps(gradients: Any, path: tuple[Any, ...]) -> Any:
+    """Finds the gradients of a layer's taps; None: there are none."""
     node = gradients
     for part in (*path, "taps"):
         parts = dict(enumerate(node)) if isinstance(node, (list, tuple)) else node
         if not isinstance(parts, Mapping) or part not in parts:
-            raise ValueError(
-                f"{op}: gradients: got none for the taps of {'.'.join(map(str, path))!r}, wanted them; differentiate "
-                "with jaxsok.layers.nnx.value_and_grad, or with respect to nnx.Any(nnx.Param, TapVariable)."
-            )
+            return None
         node = parts[part]
     return node.get_value() if isinstance(node, TapVariable) else node
+
+
+def _taps_at(op: str, gradients: Any, path: tuple[Any, ...]) -> Any:
+    taps = _find_taps(gradients, path)
+    if taps is None:
+        raise ValueError(
+            f"{op}: gradients: got none for the taps of {'.'.join(map(str, path))!r}, wanted them; differentiate "
+            "with jaxsok.layers.nnx.value_and_grad, or with respect to nnx.Any(nnx.Param, TapVariable)."
+        )
+    return taps

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import time
+import weakref
 
 _YOUNG_S = 60.0  # such a folder may have no lock yet
 
@@ -22,32 +23,28 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
         prefix = f"jaxsok-{kind}-"
         _remove_left(prefix)
         super().__init__(prefix=prefix)
-        self._lock = os.open(self.name, os.O_RDONLY)
+        lock = os.open(self.name, os.O_RDONLY)
+        weakref.finalize(self, os.close, lock)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def cleanup(self) -> None:
-        super().cleanup()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _remove_left(prefix: str) -> None:
     """Removes the folders of a prefix that no process has locked."""
-    for entry in os.scandir(tempfile.gettempdir()):
-        with contextlib.suppress(OSError):  # it is locked, or gone
-            status = entry.stat(follow_symlinks=False)
-            is_own = entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
-            if (
-                not is_own
-                or time.time() - status.st_ctime < _YOUNG_S
-                or not re.fullmatch(f"{prefix}.{{8}}", entry.name)
-            ):
-                continue
-            folder = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.path, ignore_errors=True)
-            finally:
-                os.close(folder)
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:  # it may not be readable
+        for entry in entries:
+            with contextlib.suppress(OSError):  # it is locked, or gone
+                status = entry.stat(follow_symlinks=False)
+                is_own = entry.is_dir(follow_symlinks=False) and status.st_uid == os.getuid()
+                is_old = time.time() - status.st_ctime >= _YOUNG_S
+                if is_own and is_old and re.fullmatch(f"{prefix}.{{8}}", entry.name):
+                    _remove_unlocked(entry.path)
+
+
+def _remove_unlocked(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(folder)

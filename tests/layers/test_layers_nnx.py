@@ -1055,9 +1055,10 @@ def test_a_model_that_is_a_list_or_a_tuple(mode, kind):
         return norm, stats.to_dict(), state_of(of_model(model))
 
     for num_batches in (1, 2):
-        first, second = declare(collection)[0], declare(collection)[0]
+        first, second, third = (declare(collection)[0] for _ in range(3))
         wanted = run(first, lambda model: model, num_batches)
         cases.assert_equal(run(kind([nnx.Linear(1, 1, rngs=nnx.Rngs(0)), second]), lambda m: m[1], num_batches), wanted)
+        cases.assert_equal(run(kind([kind([third])]), lambda m: m[0][0], num_batches), wanted)
 
 
 @pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat])

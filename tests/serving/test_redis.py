@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import redis as redis_lib
 from database_cases import ITEM, USER, Tiers, check, redis_at, rocks_at, rows_for, u64
 from redis_servers import Cluster, HoldingProxy, Server, running
 from serving_cases import PADDING
@@ -209,11 +210,22 @@ def test_only_a_write_that_may_be_carried_out_later_ends_connections(server, red
     rows.insert("user", u64(1), rows_for([1], 4, 2))
     assert not ended
     with monkeypatch.context() as patched:
+
+        def fail_beside_another(_):
+            database._is_unsettled = True  # by a thread whose write had no answer
+            raise DatabaseError("refused") from redis_lib.ResponseError("OOM")
+
+        patched.setattr(database, "_call", fail_beside_another)
+        with pytest.raises(DatabaseError, match="refused"):
+            rows.insert("user", u64(1), rows_for([1], 4, 3))
+    rows.insert("user", u64(1), rows_for([1], 4, 2))
+    assert len(ended) == 1
+    with monkeypatch.context() as patched:
         patched.setattr(database, "_call", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rows.insert("user", u64(1), rows_for([1], 4, 3))
     rows.insert("user", u64(1), rows_for([1], 4, 4))
-    assert len(ended) == 1
+    assert len(ended) == 2
     check(rows, "user", [1], {1: rows_for([1], 4, 4)[0]})
 
 

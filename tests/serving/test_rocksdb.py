@@ -73,9 +73,12 @@ def test_a_reader_follows_the_one_that_writes(tmp_path):
             check(read, "user", [1, 2, 3], content)
 
 
-@pytest.mark.parametrize("change", ["insert", "erase"])
-def test_a_reader_does_not_lift_rows_that_have_changed(change, redis, tmp_path):
-    """The process that writes changes a row between the reader's look at the disk and its write into Redis."""
+@pytest.mark.parametrize("change", ["insert", "erase", "fail"])
+def test_a_reader_does_not_lift_rows_that_have_changed(change, redis, tmp_path, monkeypatch):
+    """The process that writes changes a row between the reader's look at the disk and its write into Redis.
+
+    Or the disk cannot be read again: then no row stays in Redis.
+    """
     with contextlib.ExitStack() as opened:
         writer = opened.enter_context(contextlib.closing(rocks_at(tmp_path)))
         written = DatabaseRows([redis(), writer], "dlrm", [USER])
@@ -87,7 +90,13 @@ def test_a_reader_does_not_lift_rows_that_have_changed(change, redis, tmp_path):
         may_go_on = threading.Event()
         volatile.background.offer(None, lambda: may_go_on.wait(20))
         check(read, "user", [1, 2], content)  # from the disk; to be lifted
-        if change == "insert":
+        if change == "fail":
+
+            def fail(*_):
+                raise DatabaseError("the disk is gone")
+
+            monkeypatch.setattr(reader, "read", fail)
+        elif change == "insert":
             content[1] = rows_for([1], 4, 1)[0]
             written.insert("user", u64(1), content[1][None])
         else:
@@ -96,7 +105,8 @@ def test_a_reader_does_not_lift_rows_that_have_changed(change, redis, tmp_path):
         may_go_on.set()
         assert volatile.background.drain(20)
         check(written, "user", [1, 2], content)
-        check(DatabaseRows([volatile], "dlrm", [USER]), "user", [2], content)  # the other one was lifted
+        # The other one was lifted.
+        check(DatabaseRows([volatile], "dlrm", [USER]), "user", [2], {} if change == "fail" else content)
 
 
 def test_a_folder_is_let_go_when_the_calls_that_run_have_ended(tmp_path, caplog):

@@ -887,8 +887,12 @@ def test_what_is_written_is_read_again(given):
         assert effects(again).items() <= effects(config).items()
         with open(f"{folder}/ps.json") as opened:  # a reader has the old file, whole
             before = pathlib.Path(f"{folder}/ps.json").read_text()
+            os.chmod(f"{folder}/ps.json", 0o600)
             write(f"{folder}/ps.json", given)
             assert opened.read() == before and os.listdir(folder) == ["ps.json"]
+            assert os.stat(f"{folder}/ps.json").st_mode & 0o777 == 0o600, "it may have a password"
+        with pytest.raises(FileNotFoundError):
+            write(f"{folder}/none/ps.json", given)
         write(f"{folder}/same.json", given)  # a mapping is written as it is
         assert json.loads(pathlib.Path(folder, "same.json").read_text()) == json.loads(json.dumps(given))
         with pytest.raises(ConfigError, match="supportlonglong"):

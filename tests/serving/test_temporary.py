@@ -40,6 +40,19 @@ def holder(tmp_path, monkeypatch):
         process.communicate()
 
 
+def test_a_system_folder_that_may_not_be_listed(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "not allowed", path)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", refuse)
+        folder = temporary.TemporaryFolder("stream")
+    with folder as name:
+        assert pathlib.Path(name).is_dir()
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_killed_process_has_left_is_removed(holder, tmp_path, monkeypatch):
     process, left = holder()
     living, kept = holder()

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -96,8 +97,15 @@ def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> N
     """
     given = _json_of(config) if isinstance(config, Config) else config
     read(given)
-    with partial_files("write_config", [pathlib.Path(os.path.realpath(path))], overwrite=True) as (file,):
-        file.write((json.dumps(given, indent=1) + "\n").encode())
+    place, text = pathlib.Path(os.path.realpath(path)), json.dumps(given, indent=1) + "\n"
+    os.stat(place.parent)  # which is not made
+    if place.exists() and not place.is_file():  # a pipe
+        place.write_text(text)
+        return
+    with partial_files("write_config", [place], overwrite=True) as (file,):
+        if place.exists():  # it may have a password, for few to read
+            os.fchmod(file.fileno(), stat.S_IMODE(place.stat().st_mode))
+        file.write(text.encode())
 
 
 class _Repeated(dict):

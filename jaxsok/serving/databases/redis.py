@@ -169,7 +169,8 @@ class RedisDatabase(Database):
         except BaseException as error:
             # A plain refusal is an answer; in a cluster, another server may have given none.
             is_refusal = isinstance(error.__cause__, redis.ResponseError)
-            self._is_unsettled = not is_refusal or isinstance(self._client, redis.RedisCluster)
+            if not is_refusal or isinstance(self._client, redis.RedisCluster):
+                self._is_unsettled = True
             raise
 
     def _end_connections(self) -> None:

@@ -153,12 +153,14 @@ class DatabaseRows(RowSource):
                     _log.warning("DatabaseRows: %s: rows were not lifted: %s", name, error)
 
     def _erase_changed(self, database: Database, name: str, keys: Keys, rows: Rows) -> None:
-        """Erases rows that are not those of the last database."""
-        now, is_found = np.zeros_like(rows), np.zeros(len(keys), bool)
-        self._read(self._databases[-1], name, keys, np.arange(len(keys)), now, is_found)
-        is_other = ~is_found | (now.view(np.uint32) != rows.view(np.uint32)).any(axis=1)
-        for _, some in self._batches(database, keys, np.flatnonzero(is_other)):
-            database.erase(name, some)
+        """Erases rows that are not those of the last database; all, if it cannot be read."""
+        now, is_found, is_other = np.zeros_like(rows), np.zeros(len(keys), bool), np.ones(len(keys), bool)
+        try:
+            self._read(self._databases[-1], name, keys, np.arange(len(keys)), now, is_found)
+            is_other = ~is_found | (now.view(np.uint32) != rows.view(np.uint32)).any(axis=1)
+        finally:
+            for _, some in self._batches(database, keys, np.flatnonzero(is_other)):
+                database.erase(name, some)
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         for keys in self.keys(table):
