@@ -210,8 +210,7 @@ def _command(options: dict[str, Any]) -> str:
 
 def _devices(about: dict[str, Any], found: Sequence[records.Record]) -> str:
     """Names the device, and how many of them a run on a mesh used."""
-    noted = (record.notes.get("num_devices") or record.notes.get("on") or 0 for record in found)
-    numbers = {record.num_devices or number for record, number in zip(found, noted, strict=True)}
+    numbers = {each.num_devices or each.notes.get("num_devices") or each.notes.get("on") or 0 for each in found}
     if about["platform"] == "cpu":
         return f"{about['cpu_count']} CPU cores"
     number = ", ".join(map(str, sorted(numbers))) if max(numbers, default=0) > 1 else "one"

@@ -439,7 +439,7 @@ def check_untraced(op: str, state: State, remedy: str = "call it between steps")
 def check_placed(op: str, state: State) -> None:
     """Refuses a state that is not on the devices: a traced one, or one of NumPy arrays."""
     check_untraced(op, state)
-    if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state)):
+    if any(isinstance(store.counters, np.ndarray) for store in state.stores):
         raise TypeError(
             f"{op}: state: got one of NumPy arrays, as jax.device_get gives it, wanted arrays of JAX; put it back with "
             "jax.device_put(copy, jax.tree.map(lambda leaf: leaf.sharding, state)), of the state that was copied."

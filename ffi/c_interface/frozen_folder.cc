@@ -79,18 +79,17 @@ class OpenFolder {
 class OpenFile {
  public:
   OpenFile(const OpenFolder& folder, const std::string& name, const char* wanted) : path_(folder.PathOf(name)) {
-    const std::string& path = path_;
     // O_NONBLOCK: a pipe in place of a file must not stop the caller.
     descriptor_ = folder.Open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor_ < 0) {
       const int error = errno;
-      Refuse(JAXSOK_NO_FOLDER, "jaxsok_open: file \"", path, "\": got \"", std::strerror(error), "\", wanted ", wanted,
+      Refuse(JAXSOK_NO_FOLDER, "jaxsok_open: file \"", path_, "\": got \"", std::strerror(error), "\", wanted ", wanted,
              "; write the folder with `python -m jaxsok freeze`, and let this process read it.");
     }
     struct stat status;
     if (fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
       close(descriptor_);
-      Refuse(JAXSOK_BAD_FOLDER, "jaxsok_open: file \"", path, "\": got no regular file, wanted ", wanted, kRemedy);
+      Refuse(JAXSOK_BAD_FOLDER, "jaxsok_open: file \"", path_, "\": got no regular file, wanted ", wanted, kRemedy);
     }
     size_ = static_cast<uint64_t>(status.st_size);
   }

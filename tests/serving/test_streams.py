@@ -419,10 +419,12 @@ def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path):
 
             wait_until(is_published)
             wait_until(lambda: serves(session, training))
+            wait_until(lambda: session.stats()["is_following"])
+            assert session.stats()["lag_versions"] == 0 and serves(session, training)
         training.publisher.close()
 
 
-def test_what_redis_refuses_is_told_without_the_bytes_of_rows(tmp_path, caplog):
+def test_refusals_of_redis_are_reported_without_the_bytes_of_rows(tmp_path):
     """The slot of the stream moves to another node: a transaction there is refused until it is there."""
     with running(Cluster, tmp_path) as cluster:
         slot = cluster.servers[0].client.execute_command("CLUSTER KEYSLOT", "jaxsok:{dlrm}")

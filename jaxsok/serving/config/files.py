@@ -98,8 +98,8 @@ def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> N
     given = _json_of(config) if isinstance(config, Config) else config
     read(given)
     place, text = pathlib.Path(os.path.realpath(path)), json.dumps(given, indent=1) + "\n"
-    os.stat(place.parent)  # which is not made
-    if place.exists() and not place.is_file():  # a pipe
+    os.stat(place.parent)  # refuses a folder that is not there, which `partial_files` would make
+    if place.exists() and not place.is_file():  # as a pipe, which cannot be replaced
         place.write_text(text)
         return
     with partial_files("write_config", [place], overwrite=True) as (file,):
