@@ -57,7 +57,7 @@ from jaxsok.operations import (
 from jaxsok.plan import Loads, Plan
 from jaxsok.printed import join_items
 from jaxsok.records import Records
-from jaxsok.shards import Shards
+from jaxsok.shards import MeshShards, Shards
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
 from jaxsok.stats import Stats
 from jaxsok.steps import Steps
@@ -137,6 +137,12 @@ class Collection:
             lambda step, capacities: pipeline_lib.step_with_plan(step, self, capacities)
         )
         self._steps = Steps(self.stores, tuple(of_tables), strategy_of(self.shards, self.exchange))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and pickles that are declared in the same way, without compiled steps or what `grow` learned."""
+        mesh, axis = (self.shards.mesh, self.shards.axis) if isinstance(self.shards, MeshShards) else (None, None)
+        declare = functools.partial(Collection, mesh=mesh, axis=axis, exchange=self.exchange)
+        return declare, (self.tables, self.features)
 
     def __repr__(self) -> str:
         tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]

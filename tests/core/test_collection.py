@@ -1,6 +1,8 @@
 """Collections: declarations, their state, find, erase, export and memory."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,19 @@ def test_tables_share_a_store_by_dim_optimizer_and_row_gradient():
     _, state, _ = collection.lookup(collection.init(seed=0), features)
     ids = {name: collection.export_table(state, name)["row_ids"].tolist() for name in "abcdef"}
     assert ids == {"a": [0], "b": [0], "c": [0], "d": [0], "e": [1], "f": [0]}
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+def test_copies_of_a_collection_are_declared_in_the_same_way(make_copy):
+    """What one compiled does not travel; the state of one fits the other, with the same results."""
+    collection = programs.one_table()
+    state = programs.insert(collection, collection.init(seed=0), [1, 2, 3])
+    other = make_copy(collection)
+    assert other is not collection and repr(other) == repr(collection)
+    for keys in ([2, 4], [3, 2]):
+        expected = collection.find(state, collection.batch({"user": np.array(keys)}).features)[0]["user"]
+        found = other.find(state, other.batch({"user": np.array(keys)}).features)[0]["user"]
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 def test_collection_holds_no_arrays():
