@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
@@ -190,8 +191,12 @@ class Collection:
         step, seed_words, owners, refused = shards.make(_make_rest, len(self.tables), operands=operands, is_split=False)
         # Not drawn, so two runs have the same bits. Exports still distinguish lives with the same words.
         own = int(seed), int(self.fingerprint, 16), shards.num_processes
-        lineage = np.random.SeedSequence([*own, lives.IN_THIS_PROCESS.count_init(own)]).generate_state(2)
-        lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
+        if isinstance(step, jax.core.Tracer) and shards.num_processes == 1:
+            # When the program runs: words of now would be those of all states that it makes.
+            begin = lambda: lives.IN_THIS_PROCESS.begin_init(own, processes.draw_words(is_shared=False))  # noqa: E731
+            lineage = io_callback(begin, jax.ShapeDtypeStruct((2,), np.uint32))
+        else:
+            lineage = lives.IN_THIS_PROCESS.begin_init(own, drawn[:2])
         with processes.fail_together("init", is_shared=shards.num_processes > 1):
             stores = shards.make(init_stores, self.stores, operands=(salts,))
             stores = with_host_slabs(self.stores, stores, shards)
@@ -576,7 +581,7 @@ class Collection:
           order.
 
         Raises:
-          TypeError, ValueError: rows of another shape. Raised when traced.
+          TypeError, ValueError: rows of another shape; raised when traced. Finite numbers of NumPy beyond float32.
 
         Cost:
           A search and a sort of the keys, on a mesh by every shard; each row is written once.

@@ -36,11 +36,14 @@ class Lives:
         self._last_order = 0
         self._num_inits: Counter[tuple[int, ...]] = Counter()
 
-    def count_init(self, own: tuple[int, ...]) -> int:
-        """Returns how many states `init` has made of these before: the seed, the specs, the number of processes."""
+    def begin_init(self, own: tuple[int, ...], drawn: np.ndarray) -> np.ndarray:
+        """Begins the life of a state that `init` makes, of a seed, specs and number of processes; returns its words."""
         with self._lock:
+            number = self._num_inits[own]
             self._num_inits[own] += 1
-            return self._num_inits[own] - 1
+        words = np.random.SeedSequence([*own, number]).generate_state(2)
+        self.begin(words, drawn)
+        return words
 
     def begin(self, words: np.ndarray, drawn: np.ndarray, ancestors: Ancestors = ()) -> None:
         """Names the life of the states with these words by random ones, the same in a job."""

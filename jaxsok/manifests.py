@@ -87,7 +87,7 @@ def _require(is_right: Callable[[Any], bool], wanted: str) -> Check:
     return check
 
 
-number = _require(lambda value: type(value) in (int, float), "a number")
+number = _require(lambda value: type(value) is float or (type(value) is int and abs(value) < 2**1023), "a number")
 """Checks for a number; infinities and NaN are allowed."""
 boolean = _require(lambda value: type(value) is bool, "true or false")
 """Checks for true or false."""

@@ -284,6 +284,7 @@ class Pipeline:
 
         Raises:
           TypeError: for these two options; a step of them is jitted without the pipeline.
+          ValueError: when called with lookups ahead, if the plan is donated: it holds plans of batches to come.
 
         Example:
           >>> import jaxsok
@@ -308,7 +309,8 @@ class Pipeline:
         if self._collection.shards.num_shards == 1:
             return alone
         self._joins = True
-        moved = {"donate_argnums": _moved(donate_argnums), "static_argnums": _moved(static_argnums)}
+        donated = _numbers(donate_argnums)
+        moved = {"donate_argnums": _moved(donated), "static_argnums": _moved(_numbers(static_argnums))}
 
         @functools.cache
         def program_of(capacities: tuple[int, ...]) -> Callable:
@@ -316,6 +318,13 @@ class Pipeline:
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
+            for number in donated or ():
+                plan = args[number] if -len(args) <= number < len(args) else None
+                if isinstance(plan, Plan) and plan.following:
+                    raise ValueError(
+                        f"pipeline.jit: donate_argnums: got {number}, a plan with lookups ahead, wanted other arguments: "
+                        "it holds the plans of batches to come, whose memory a step must leave them."
+                    )
             left, current = self._left, self._handed_out
             is_traced = mesh_of_thread() is None  # within another program there is nothing to plan
             if current is None or is_traced or (left is not None and left.structure != current.structure):
@@ -654,11 +663,13 @@ def _is_in_one_round(plan: Plan) -> bool:
     return all(getattr(asked, "listed", None) is None for asked in plan.asked or ())
 
 
-def _moved(numbers: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def _numbers(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    return (given,) if isinstance(given, int) else None if given is None else tuple(given)
+
+
+def _moved(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Returns the places of arguments behind one more; None: their names say which they are."""
-    if numbers is None:
-        return None
-    return tuple(number + (number >= 0) for number in ([numbers] if isinstance(numbers, int) else numbers))
+    return None if numbers is None else tuple(number + (number >= 0) for number in numbers)
 
 
 def step_with_plan(step: Callable, collection: Planner, capacities: tuple[int, ...]) -> Callable:

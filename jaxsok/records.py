@@ -65,6 +65,15 @@ def round_to(rows: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
 
 
+def narrow_to(what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Converts to a narrower float dtype; refuses finite numbers that would become infinite."""
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype, copy=False)
+    if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
+        raise ValueError(f"{what}: got a number beyond the range of {dtype.name}, wanted others, or a wider dtype.")
+    return result
+
+
 def regroup(pieces: Iterable[Any], num_rows: int, join: Callable[[list[Any]], Any]) -> Iterator[Any]:
     """Regroups pieces of any size (Records, or others with `take`) to pieces of `num_rows`, the last with the rest."""
     held, num_held = [], 0

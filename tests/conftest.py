@@ -67,7 +67,11 @@ if os.environ.get("JAXSOK_TYPECHECK") == "1" and importlib.util.find_spec("beart
 _SETTINGS = {
     "deadline": None,
     "print_blob": True,
-    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+    "suppress_health_check": [
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.data_too_large,
+        hypothesis.HealthCheck.large_base_example,
+    ],
 }
 hypothesis.settings.register_profile("ci", max_examples=25, stateful_step_count=15, **_SETTINGS)
 hypothesis.settings.register_profile("gpu", max_examples=100, stateful_step_count=30, **_SETTINGS)

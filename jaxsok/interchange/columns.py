@@ -142,17 +142,16 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
     op, path = "read_arrow", pathlib.Path(path)
     pa, _ = _arrow(op)
     size = _check_ends(op, path, _ARROW, 18)
-    schema, num_rows = _open_arrow(op, path, size)
-    form = _form_of(op, path, schema)
+    form, num_rows = _open_arrow(op, path, size)
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
             for number in range(file.num_record_batches):
-                batch, metadata = file.get_batch_with_custom_metadata(number)
                 try:
+                    batch, metadata = file.get_batch_with_custom_metadata(number)
                     batch.validate(full=True)
-                except pa.ArrowException as error:
+                except (pa.ArrowException, OSError) as error:
                     raise ValueError(f"{op}: {path}: record batch {number}: {error}") from error
                 checksum = (metadata or {}).get(_CHECKSUM)
                 if columns is None and checksum is not None and checksum != str(_checksum(batch)).encode():
@@ -339,8 +338,8 @@ def _checksum(batch: Any) -> int:
     return checksum
 
 
-def _open_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
-    """Returns schema and number of rows of an Arrow file.
+def _open_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Form, int]:
+    """Returns form and number of rows of an Arrow file.
 
     The record batches of a file are those of a stream (Arrow, "IPC File Format"). Polars (2.1) does not begin the
     schema as a stream does, so its files are read by their footer: bytes added between batches are not found.
@@ -352,13 +351,14 @@ def _open_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
             return _check_arrow(op, path, size)
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
-            return file.schema, sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
+            form = _form_of(op, path, file.schema)
+            return form, sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{op}: {path}: bytes 0 to {size}: {error}") from error
 
 
-def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
-    """Returns schema and number of rows of an Arrow file whose parts follow each other, as its footer lists them."""
+def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Form, int]:
+    """Returns form and number of rows of an Arrow file whose parts follow each other, as its footer lists them."""
     pa, _ = _arrow(op)
 
     def refuse(byte: int, got: Any, wanted: Any) -> None:
@@ -373,6 +373,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
         try:
             with pa.ipc.open_file(source) as file:
                 schema = file.schema
+            form = _form_of(op, path, schema)
             source.seek(begin)
             blocks = _blocks(source.read(size - 10 - begin))
             source.seek(byte)
@@ -400,7 +401,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
         both = itertools.zip_longest(blocks, found)
         number, (got, wanted) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
         refuse(begin, f"a footer with record batch {number} at {got}", f"what there is: {wanted}")
-    return schema, num_rows
+    return form, num_rows
 
 
 def _blocks(footer: bytes) -> list[tuple[int, int, int]]:

@@ -220,15 +220,6 @@ def write_array(file: IO[bytes], array: np.ndarray) -> None:
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts to the dtype of a file; refuses finite numbers that would become infinite."""
-    with np.errstate(over="ignore"):
-        result = array.astype(dtype, copy=False)
-    if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
-        raise ValueError(f"{op}: {what}: got a number beyond the range of {dtype.name}, wanted a wider dtype.")
-    return result
-
-
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
     """Returns the bytes of a file; refuses a missing one."""
     if not path.is_file():

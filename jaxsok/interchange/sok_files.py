@@ -80,6 +80,8 @@ def _text(op: str, what: str, name: str, size: int) -> bytes:
     encoded = name.encode()
     if len(encoded) > size:
         raise ValueError(f"{op}: {what}: got a name of {len(encoded)} bytes, wanted at most {size}: {name!r}.")
+    if encoded.startswith(b" "):
+        raise ValueError(f"{op}: {what}: got {name!r}, wanted a name that does not begin with a blank: blanks fill up.")
     return encoded.rjust(size)
 
 

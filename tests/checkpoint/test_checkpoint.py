@@ -658,6 +658,18 @@ def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
     assert_same(content(other, mine), before)
 
 
+def test_a_number_that_no_float_holds_is_refused(saved, tmp_path):
+    """JSON has integers of any length; this one stands for the initial value of optimizer state."""
+    folder = tmp_path / "other"
+    shutil.copytree(saved, folder)
+    whole = json.loads((folder / "manifest.json").read_text())
+    whole.pop("checksum")
+    whole["tables"]["user"]["form"]["states"][0][2] = 10**400
+    (folder / "manifest.json").write_text(manifest._seal(whole))
+    with pytest.raises(checkpoint.CorruptFileError, match=r"states.*wanted a number"):
+        restore(folder, collection_of(tables_of()))
+
+
 def test_rows_of_another_type_are_refused(saved, tmp_path):
     """A file has valid checksums and wrong columns, as if another program had rewritten it."""
     folder = tmp_path / "other"

@@ -626,15 +626,22 @@ def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch, is_same_p
     checkpoint.export_full(tmp_path / "full", collection, state)
     if not is_same_process:
         monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())
+    init = jax.jit(lambda: collection.init(seed=1))
     others = [
         train(collection, collection.init(seed=1), 2),
         train(two(), two().init(seed=1), 2),
+        train(collection, init(), 2),
         checkpoint.load(tmp_path / "full", collection, optimizer_state="initial"),
     ]
     for other in others:
         with pytest.raises(ValueError, match="write a full export"):
             checkpoint.export_delta(tmp_path / "delta", collection, other, tmp_path / "full")
-    if is_same_process:  # the first state goes on
+    if is_same_process:
+        # The second state of a compiled `init` did not come from the first either.
+        checkpoint.export_full(tmp_path / "of_jit", collection, init())
+        with pytest.raises(ValueError, match="write a full export"):
+            checkpoint.export_delta(tmp_path / "delta", collection, train(collection, init(), 1), tmp_path / "of_jit")
+        # The first state goes on.
         state = train(collection, state, 1)
         checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
         again = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)

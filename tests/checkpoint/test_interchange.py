@@ -187,6 +187,17 @@ def test_momentum_of_keras_is_the_trace_times_the_rate(tmp_path):
             sok.read_sok(tmp_path, "t", dim=1, optimizer="sgd", learning_rate=wrong)
 
 
+def test_momentum_of_float16_is_multiplied_as_float32(tmp_path):
+    """A trace is the momentum times a large number, which float16 cannot hold; nor may it be rounded to its digits."""
+    rate, momentum = 1e-3, np.array([[-1.2345e-3, -0.1, -70.0, 300.0]], np.float16)
+    put(tmp_path / "t-key", sok_bytes(0, 1, [7]))
+    put(tmp_path / "t-weight", sok_bytes(1, 5, [[1.0] * 4]))
+    put(tmp_path / "t-SGD-momentum", sok_bytes(2, 4, momentum))
+    (chunk,) = sok.read_sok(tmp_path, "t", dim=4, optimizer="sgd", learning_rate=rate)
+    np.testing.assert_allclose(chunk.state["trace"], momentum.astype(np.float64) / -rate, rtol=1e-6)
+    assert chunk.state["trace"].dtype == np.float32
+
+
 @pytest.mark.parametrize("dtype", ["<i8", "<u4"])
 def test_sok_v1(tmp_path, dtype):
     """Its two files are raw; the width of keys follows from their sizes."""
@@ -349,6 +360,8 @@ def test_what_sok_cannot_hold(tmp_path):
         write(large, dtype="float16")
     with pytest.raises(ValueError, match="a name of 300 bytes, wanted at most 256"):
         sok.write_sok(tmp_path, "é" * 150, make_records([7]))
+    with pytest.raises(ValueError, match="table: got ' t', wanted a name that does not begin with a blank"):
+        sok.write_sok(tmp_path, " t", make_records([7]))
     with pytest.raises(ValueError, match="hotness: got True with records without frequency"):
         hps.write_hps(tmp_path, make_records([7]), hotness=True)
     with pytest.raises(ValueError, match="HPS reads no empty table"):
@@ -622,6 +635,28 @@ def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt) as info:
         hps.load(collection, collection.init(), tmp_path)
     assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
+
+
+@pytest.mark.parametrize("what", ["rows", "state 'accumulator'", "assign"])
+def test_numbers_that_float32_cannot_hold_change_no_table(what):
+    """Rows and state of float64 become float32: infinite numbers pass, finite ones that would become infinite do not."""
+    collection = collection_of(1, jaxsok.optim.adagrad(0.5))
+    state = train_twice(collection)
+    before = content_of(collection, state, "user")
+    keys, rows = np.array([7, 8], np.uint64), np.zeros((2, 4))
+    rows[1, 0] = np.inf
+    bad = rows.copy()
+    bad[0, 1] = 1e300
+    with pytest.raises(ValueError, match=f"{what}.*: got a number beyond the range of float32"):
+        if what == "assign":
+            collection.assign(state, "user", keys, bad)
+        elif what == "rows":
+            collection.import_table(state, "user", Records(keys, bad))
+        else:
+            collection.import_table(state, "user", Records(keys, rows, {"accumulator": bad}))
+    assert content_of(collection, state, "user") == before
+    state = collection.import_table(state, "user", Records(keys, rows, {"accumulator": rows}))
+    np.testing.assert_array_equal(collection.rows_of(state, "user", keys)[0], rows.astype(np.float32))
 
 
 def test_statistics_follow_their_key(tmp_path):

@@ -287,6 +287,25 @@ def test_keys_that_cannot_be_are_refused(tmp_path, keys, monkeypatch):
                 read(tmp_path / name)
 
 
+def test_every_changed_bit_of_an_arrow_footer_is_refused_with_the_name_of_the_file(tmp_path):
+    """Arrow reports some of them only when a batch is read, as OSError."""
+    path = tmp_path / "t.arrow"
+    columns.write_arrow(path, split(make_records(range(1, 31), 3), [10, 10]))
+    whole, wanted = path.read_bytes(), by_key(columns.read_arrow(path))
+    begin = len(whole) - 10 - int.from_bytes(whole[-10:-6], "little")
+    num_refused = 0
+    for bit in range(8 * begin, 8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        put(path, bytes(content))
+        try:
+            assert by_key(columns.read_arrow(path)) == wanted
+        except ValueError as error:
+            assert "t.arrow" in str(error)
+            num_refused += 1
+    assert num_refused > 1000
+
+
 COLUMNS = {
     "wanted also": {"key": [7]},
     'column "key": got double, wanted uint64': {"key": [7.0], "row": [[1.0]]},
@@ -295,6 +314,7 @@ COLUMNS = {
     'column "frequency": got int64': {"key": [7], "row": None, "frequency": [1]},
     'column "state.m": got double': {"key": [7], "row": None, "state.m": [1.0]},
     "got nulls": {"key": [None], "row": None},
+    'column "key": got dictionary<': {"key": [7], "row": None},
 }
 
 
@@ -304,6 +324,8 @@ def test_columns_of_another_type_are_refused(tmp_path, message):
     row = pyarrow.array([[1.0, 2.0]], pyarrow.list_(pyarrow.float32(), 2))
     content = {name: row if values is None else values for name, values in COLUMNS[message].items()}
     content["key"] = pyarrow.array(content["key"], pyarrow.float64() if "key" in message else pyarrow.int64())
+    if "dictionary" in message:
+        content["key"] = pyarrow.array(["seven"]).dictionary_encode()
     table = pyarrow.table(content)
     parquet.write_table(table, tmp_path / "t.parquet")
     with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:

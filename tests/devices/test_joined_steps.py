@@ -193,6 +193,18 @@ def test_a_step_may_be_given_the_memory_of_its_plan():
     programs.assert_same_state(state, wanted, index=False)
 
 
+@pytest.mark.parametrize("ahead", [{"lookahead": 1}, {"staleness": 1}])
+def test_a_step_may_not_be_given_the_memory_of_plans_to_come(ahead):
+    """With lookups ahead a plan holds those of the batches that follow, which later steps get."""
+    raws, declared = [bags_of_three(step) for step in range(7)], rectangular()
+    state, pipeline = declared.init(seed=3), declared.pipeline(raws, **ahead)
+    step = pipeline.jit(step_of(declared, []), donate_argnums=(0, 1))
+    (_, plan), *_ = pipeline
+    with pytest.raises(ValueError, match="donate_argnums: got 1, a plan with lookups ahead"):
+        step(state, plan)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, plan)))
+
+
 def test_within_another_trace_nothing_is_planned():
     raws, declared, shapes = [bags_of_three(step) for step in range(7)], rectangular(), []
     state, pipeline = declared.init(seed=3), declared.pipeline(raws)
