@@ -378,7 +378,13 @@ def add_options(parser: argparse.ArgumentParser, default: Config, optimizers: It
     add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
         help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
     add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps too")
-    add("--no-progress", dest="show_progress", action="store_false", help="show no progress bar")
+    add(
+        "--no-progress",
+        dest="show_progress",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="show no progress bar",
+    )
     add("--num-devices", type=int, help="how many devices to use (default: all)")
     add("--placement", choices=("auto", "sharded"), default=default.placement,
         help="where tables live: as the planner says, or spread over all devices")  # fmt: skip
@@ -416,11 +422,12 @@ def run(name: str, model_name: str, config: AnyConfig, train: Callable[[AnyConfi
         in_many = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         print(f"Device: {of_many}{device.platform} ({device.device_kind}){in_many}")
     try:
+        training.check_options(config)
         result = train(config)
     except KeyboardInterrupt:
         print("Interrupted before there was anything to report.", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     if is_first:

@@ -476,7 +476,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
         help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
     add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps too")
-    add("--no-progress", dest="show_progress", action="store_false", help="show no progress bar")
+    add(
+        "--no-progress",
+        dest="show_progress",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="show no progress bar",
+    )
     values = vars(parser.parse_args(arguments))
     return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
@@ -487,8 +493,9 @@ def main() -> int:
     device, number = jax.devices()[0], 1 if config.dense else len(jax.devices()[: config.num_devices])
     print(f"Device: {f'{number} x ' if number > 1 else ''}{device.platform} ({device.device_kind})")
     try:
+        training.check_options(config)
         result = train(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"train_movielens: {error}", file=sys.stderr)
         return 1
     print(format_result(result))

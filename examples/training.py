@@ -10,6 +10,7 @@ import json
 import pathlib
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -194,6 +195,15 @@ def _by_store(stats: jaxsok.Stats) -> dict[int, int]:
     return dict(zip(stats.stores, stats.capacities, strict=True))
 
 
+def check_options(config: Any) -> None:
+    """Refuses a batch size and a plot that would fail later, the plot after the training."""
+    if config.batch_size < 1:
+        raise ValueError(f"train: batch_size: got {config.batch_size}, wanted at least 1.")
+    plot = config.plot
+    if plot is not None and not (plot.absolute().parent.is_dir() and plot.suffix in (".png", ".svg", ".pdf")):
+        raise ValueError(f"train: plot: got {plot}, wanted a file .png, .svg or .pdf in a folder that exists.")
+
+
 def settings_of(config: Any, free: Collection[str]) -> dict[str, Any]:
     """Returns the fields of a configuration but the free ones, as JSON: a run goes on only if they are the same."""
     fixed = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
@@ -263,6 +273,9 @@ class Checkpoints:
       folder: where to; shared by all processes.
       every: steps between saves; None: only when `save` is called.
       settings: what must be the same in a run that goes on, as JSON.
+
+    Raises:
+      OSError: the folder cannot be made or written.
     """
 
     def __init__(self, folder: pathlib.Path | None, every: int | None, settings: dict[str, Any]):
@@ -270,7 +283,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=1, enable_async_checkpointing=True, cleanup_tmp_directories=True
         )
-        self._manager = None if folder is None else ocp.CheckpointManager(folder.absolute(), options=options)
+        self._manager = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):  # Orbax would find out with the first save
+                self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def restore(self, collection: jaxsok.Collection, dense: Any) -> Training | None:
         """Restores what a run saved that was interrupted; None: there is nothing.
@@ -284,14 +301,9 @@ class Checkpoints:
         """
         if self._manager is None or (step := self._manager.latest_step()) is None:
             return None
-        read = ocp.args.Composite(
-            tables=checkpoint.TablesRestore(collection),
-            dense=ocp.args.StandardRestore(dense),
-            data=ocp.args.JsonRestore(),
-            curves=ocp.args.StandardRestore(),
-        )
-        found = self._manager.restore(step, args=read)
-        saved = found["data"]["settings"]
+        # First, since tables and parameters of other sizes cannot be restored.
+        data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))["data"]
+        saved = data["settings"]
         if saved != self._settings:
             differs = {
                 name: (saved.get(name), value) for name, value in self._settings.items() if saved.get(name) != value
@@ -300,7 +312,13 @@ class Checkpoints:
                 f"train: {self._folder}: it holds an interrupted run with other settings (saved, given): {differs}; "
                 "give the same ones to go on, or remove it."
             )
-        return Training(found["tables"], found["dense"], found["data"]["iterator"], found["curves"])
+        read = ocp.args.Composite(
+            tables=checkpoint.TablesRestore(collection),
+            dense=ocp.args.StandardRestore(dense),
+            curves=ocp.args.StandardRestore(),
+        )
+        found = self._manager.restore(step, args=read)
+        return Training(found["tables"], found["dense"], data["iterator"], found["curves"])
 
     def is_due(self, before: int, num_steps: int) -> bool:
         """Says whether to save after so many steps, when there was last a chance to after `before`."""

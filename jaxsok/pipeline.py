@@ -322,8 +322,8 @@ class Pipeline:
                 plan = args[number] if -len(args) <= number < len(args) else None
                 if isinstance(plan, Plan) and plan.following:
                     raise ValueError(
-                        f"pipeline.jit: donate_argnums: got {number}, a plan with lookups ahead, wanted other arguments: "
-                        "it holds the plans of batches to come, whose memory a step must leave them."
+                        f"pipeline.jit: donate_argnums: got {number}, a plan with lookups ahead, wanted other "
+                        "arguments: it holds the plans of batches to come, whose memory a step must leave them."
                     )
             left, current = self._left, self._handed_out
             is_traced = mesh_of_thread() is None  # within another program there is nothing to plan

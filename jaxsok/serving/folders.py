@@ -144,7 +144,7 @@ def to_frozen(what: str, source: TableSource, dtype: Any = None, default: float 
 
 def open_saved(op: str, path: Path) -> list[TableSource]:
     """Opens all tables of an export, a delta (with its chain) or a step of a checkpoint."""
-    folder, is_hps = _find(op, path, "any")
+    folder, is_hps = _find(op, path)
     if is_hps:
         raise ServingError(
             f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted the HPS '
@@ -165,7 +165,7 @@ def open_all(op: str, model: str, folder: pathlib.Path, tables: Tables, key_bits
     hps = {name: path for name in tables if _is_hps(path := folder if is_one else folder / name)}
     if hps:
         return {name: open_either(op, path, tables[name], key_bits) for name, path in hps.items()}
-    return open_links(op, model, [_find(op, folder, next(iter(tables)))[0]], tables, key_bits)
+    return open_links(op, model, [_find(op, folder)[0]], tables, key_bits)
 
 
 def open_links(op: str, model: str, paths: Sequence[Path], tables: Tables, key_bits: KeyBits) -> dict[str, TableSource]:
@@ -185,9 +185,9 @@ def open_links(op: str, model: str, paths: Sequence[Path], tables: Tables, key_b
     }
 
 
-def _find(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
+def _find(op: str, path: Path, table: str | None = None) -> tuple[pathlib.Path, bool]:
     folder = pathlib.Path(path)
-    what = f'{op}: table "{table}": path: got "{folder}"'
+    what = f'{op}: source: got "{folder}"' if table is None else f'{op}: table "{table}": path: got "{folder}"'
     wanted = (
         "a folder with the files key and emb_vector (HPS), an export of jaxsok.checkpoint, or a step of an Orbax "
         "checkpoint"

@@ -35,8 +35,8 @@ class LookupInput:
     table: str = dataclasses.field(metadata={"static": True})
     keys: Any
     """`[num_bags]`, `[num_bags, hotness]` filled up with PADDING_KEY, or with offsets `[num_keys]`. Without a combiner
-    of any shape. NumPy integers; a `jax.Array` is `uint32[..., 2]` words, int64 with x64 on, or int32, which counts by
-    its sign."""
+    of one axis or more. NumPy integers; a `jax.Array` is `uint32[..., 2]` words, int64 with x64 on, or int32, which
+    counts by its sign."""
     combiner: types.Combiner | None = dataclasses.field(default=None, metadata={"static": True})
     """The operation on the rows of a bag; None: every key reads its own row."""
     offsets: Any = None

@@ -39,9 +39,9 @@ Tables = FrozenTables | FrozenTablesVariable | None
 class LookupLayer(nnx.Module):
     """A row for each key, of one table: one call for this layer. Use `LookupLayers` where a model has several inputs.
 
-    `dim` is checked where it is given. A call takes keys of any shape (as `LookupInput.keys`), `max_norm`, to which
-    longer rows (L2) are scaled down, and `tables` in place of the bound ones. It gives float32 `[*keys.shape, dim]`; a
-    missing key reads its table's default, PADDING_KEY zeros.
+    `dim` is checked where it is given. A call takes keys of one axis or more (as `LookupInput.keys`), `max_norm`,
+    to which longer rows (L2) are scaled down, and `tables` in place of the bound ones. It gives float32
+    `[*keys.shape, dim]`; a missing key reads its table's default, PADDING_KEY zeros.
 
     Raises:
       TypeError, ValueError: when declared: no name, no dim, or no tables.

@@ -126,9 +126,9 @@ class Session:
         All arrays of an answer lie in one piece of memory, pinned for tables on a GPU, which is used again when none of
         them is left: copy rows that are to be kept.
 
-        `keys` are NumPy integers of any shape by table; not every table needs some. Negative int64 are the uint64 of
-        the same bits; PADDING_KEY (-1) reads zeros. Missing keys read the default of their table, or the row that they
-        would get in training. `model` may be None if there is one.
+        `keys` are NumPy integers of one axis or more by table; not every table needs some. Negative int64 are the
+        uint64 of the same bits; PADDING_KEY (-1) reads zeros. Missing keys read the default of their table, or the row
+        that they would get in training. `model` may be None if there is one.
 
         Raises:
           UnknownModelError, UnknownTableError: there is none.

@@ -639,7 +639,7 @@ def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["rows", "state 'accumulator'", "assign"])
 def test_numbers_that_float32_cannot_hold_change_no_table(what):
-    """Rows and state of float64 become float32: infinite numbers pass, finite ones that would become infinite do not."""
+    """Rows and state of float64 become float32: infinite numbers pass, finite ones that would become so do not."""
     collection = collection_of(1, jaxsok.optim.adagrad(0.5))
     state = train_twice(collection)
     before = content_of(collection, state, "user")

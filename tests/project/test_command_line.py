@@ -46,6 +46,21 @@ def test_the_command_starts_outside_the_checkout(tmp_path):
     assert "--workloads" in found.stdout
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_ended_is_no_error(unbuffered):
+    """As in `python -m jaxsok flags | true`."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read(); from jaxsok.__main__ import main; main(['flags'])"]
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    if unbuffered:
+        environment["PYTHONUNBUFFERED"] = unbuffered
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        process.stdout.close()  # before there is anything to read
+        process.stdin.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (0, "")
+
+
 def test_without_examples_the_demo_says_where_they_are(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command_line, "_SOURCES", tmp_path)
     assert command_line.main(["demo"]) == 2

@@ -248,7 +248,7 @@ def test_the_command_refuses_what_names_no_table(tmp_path, capsys):
     for arguments, text in (
         ([str(tmp_path / "hps.json")], "model: got None, wanted one of ['first', 'second']"),
         ([str(tmp_path)], "which does not name its table, wanted the HPS configuration"),
-        ([str(tmp_path / "nowhere")], "which is not there"),
+        ([str(tmp_path / "nowhere")], f'freeze: source: got "{tmp_path / "nowhere"}", which is not there'),
     ):
         assert command_line.main(["freeze", *arguments, str(tmp_path / "out")]) == 2
         assert text in capsys.readouterr().err
