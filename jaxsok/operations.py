@@ -32,7 +32,7 @@ from jaxsok.checks import not_none
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker, keys_at_most, keys_of_total
 from jaxsok.kernels import table as kernels
-from jaxsok.records import narrow_to
+from jaxsok.records import convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec, TableRef, TableSpec
 from jaxsok.store import State, StoreState
@@ -78,7 +78,7 @@ def assign(
         raise ValueError(f"assign: rows: got {rows.dtype}{list(rows.shape)}, wanted floats{list(wanted)}.")
     if rows.dtype != jnp.dtype(found.spec.dtype):
         is_host = isinstance(rows, np.ndarray)
-        rows = narrow_to("assign: rows", rows, np.dtype(np.float32)) if is_host else rows.astype(np.float32)
+        rows = convert_to("assign: rows", rows, np.dtype(np.float32)) if is_host else rows.astype(np.float32)
     now = clock_of("assign", clock)
     now = state.step if now is None else now
     if _is_traced((state, words)):

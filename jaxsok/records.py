@@ -65,11 +65,12 @@ def round_to(rows: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
 
 
-def narrow_to(what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts to a narrower float dtype; refuses finite numbers that would become infinite."""
+def convert_to(what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Converts to another float dtype; refuses finite numbers that would become infinite."""
     with np.errstate(over="ignore"):
         result = array.astype(dtype, copy=False)
-    if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
+    is_wider = array.dtype.itemsize < dtype.itemsize
+    if result is not array and not is_wider and np.isfinite(result).sum() != np.isfinite(array).sum():
         raise ValueError(f"{what}: got a number beyond the range of {dtype.name}, wanted others, or a wider dtype.")
     return result
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxsok import enlarge, keys as keys_lib, plan as plan_lib, processes, table as table_lib
 from jaxsok.exchange import rounded_capacity
-from jaxsok.records import Records, narrow_to
+from jaxsok.records import Records, convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableRef
 from jaxsok.store import State, StoreState, with_store
@@ -146,7 +146,7 @@ def _floats(what: str, array: Any, shape: tuple[int, int], dtype: str) -> np.nda
     array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.shape != shape:
         raise ValueError(f"{what}: got {array.dtype}{list(array.shape)}, wanted floats{list(shape)}.")
-    return array if array.dtype == jnp.dtype(dtype) else narrow_to(what, array, np.dtype(np.float32))
+    return array if array.dtype == jnp.dtype(dtype) else convert_to(what, array, np.dtype(np.float32))
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
-from jaxsok.records import Records, narrow_to
+from jaxsok.records import Records, convert_to
 from jaxsok.store import State
 
 _KEY, _ROW = np.dtype("<i8"), np.dtype("<f4")
@@ -51,7 +51,7 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
     with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
-            numbers = narrow_to(f"{op}: records.rows", chunk.rows, np.dtype(np.float32))
+            numbers = convert_to(f"{op}: records.rows", chunk.rows, np.dtype(np.float32))
             files.write_array(opened[1], numbers.astype(_ROW, copy=False))
             if hotness and chunk.frequency is not None:
                 files.write_array(opened[2], chunk.frequency.astype(_KEY))

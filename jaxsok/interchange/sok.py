@@ -19,7 +19,7 @@ from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
 from jaxsok.interchange.sok_files import HEADER_BYTES, KEY_DTYPES, ROW_DTYPES, Header, header_bytes, read_header
-from jaxsok.records import Records, narrow_to
+from jaxsok.records import Records, convert_to
 from jaxsok.store import State
 
 _SLOTS: dict[str, dict[str, str]] = {
@@ -98,7 +98,7 @@ def write_sok(
             files.write_array(opened[0], _as_key_dtype(op, chunk.keys, key_dtype))
             arrays = [chunk.rows, *(chunk.state[name] * np.float32(1 / scale) for name in slots)]
             for file, (end, *_, name), array in zip(opened[1:], outputs[1:], arrays, strict=True):
-                narrow = narrow_to(f"{op}: {end}", array, np.dtype(name))
+                narrow = convert_to(f"{op}: {end}", array, np.dtype(name))
                 files.write_array(file, narrow.astype(np.dtype(name).newbyteorder("<"), copy=False))
             num_rows += chunk.num_rows
     return num_rows
