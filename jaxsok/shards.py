@@ -270,7 +270,11 @@ class MeshShards(Shards):
         if self.sees_parts():
             return body(*args)
         args = jax.tree.map(self.reshard, tuple(in_specs), tuple(args))
-        return jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*args)
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)
+        if not jax.config.jax_disable_jit:
+            return mapped(*args)
+        with jax.disable_jit(False):  # on GPUs XLA crashes when it compiles a single call of the body (JAX 0.11.2)
+            return jax.jit(mapped)(*args)
 
     def reshard(self, spec: P, tree: Any) -> Any:
         """Reshards arrays for `shard_map`: along explicit axes JAX moves nothing by itself."""

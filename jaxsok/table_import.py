@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jaxsok import enlarge, keys as keys_lib, plan as plan_lib, processes, table as table_lib
 from jaxsok.exchange import rounded_capacity
+from jaxsok.interrupts import held_back
 from jaxsok.records import Records, convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableRef
@@ -171,15 +172,15 @@ class RecordWriter:
 
     def write(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Writes what `pieces` yields, which may be called again; `settle` ends it."""
-        refused, s = [], self.table.store
+        self._refused, self._pieces, s = [], pieces, self.table.store
         for piece in pieces():
-            state = self.held.state
-            store, num_refused = enter_records(
-                self.table, self.is_reset, state.stores[s], state.seed, self.clock, piece
-            )
-            self.held.state = with_store(state, s, store)
-            refused.append(num_refused)
-        self._refused, self._pieces = refused, pieces
+            with held_back():
+                state = self.held.state
+                store, num_refused = enter_records(
+                    self.table, self.is_reset, state.stores[s], state.seed, self.clock, piece
+                )
+                self.held.state = with_store(state, s, store)
+                self._refused.append(num_refused)
 
     def settle(self) -> None:
         """Waits for what was written last; keys that found no entry in the index get one under another salt."""
@@ -187,9 +188,9 @@ class RecordWriter:
             if not self._has_refused():
                 self._refused = []
                 return
-            # An interrupt may come between: what was refused stays known until it is written.
-            self.held.state = enlarge.resalt_index(self.specs, self.held.state, self.table.store, self.table.shards)
-            self.write(self._pieces)
+            with held_back():  # what was refused stays known until it is written
+                self.held.state = enlarge.resalt_index(self.specs, self.held.state, self.table.store, self.table.shards)
+                self.write(self._pieces)
         has_refused, self._refused = self._has_refused(), []
         if has_refused:
             raise TableFullError(
@@ -281,7 +282,9 @@ class _Import:
             room = enlarge.agree_on_room([self.spec], self.shards)
             capacity = enlarge.next_capacity(self.spec, self.capacity, needed, *room)
             sizes, writer = {self.table.store: expected if expected >= needed else capacity}, self.writer
-            writer.held.state = enlarge.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
+            with held_back():
+                state = enlarge.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
+                writer.held.state = state
         self.in_use = self.in_use + asked
 
 

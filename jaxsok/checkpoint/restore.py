@@ -19,6 +19,7 @@ from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms
 from jaxsok.collection import Collection
+from jaxsok.interrupts import held_back
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.specs import TableRef, name_word
@@ -169,9 +170,11 @@ def _apply_link(source: Source, held: Restoring, taken: Mapping[str, Sequence[st
     for name in taken:
         if is_delta:
             for keys, _ in padded_batches(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
-                held.state, _ = collection.erase(held.state, name, keys)
+                with held_back():
+                    held.state, _ = collection.erase(held.state, name, keys)
         elif not held.is_whole:
-            held.state, _ = collection.clear(held.state, name)
+            with held_back():
+                held.state, _ = collection.clear(held.state, name)
     for name in taken:
         place(source, held, name, taken[name])
     non_row_state.add(source, held, list(taken))
@@ -229,7 +232,8 @@ def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], 
     room = enlarge.agree_on_room([collection.stores[s] for s in roomy], collection.shards)
     if enlarge.fits(enlarge.rows_to_add(collection.stores, state, capacities | roomy), *room):
         capacities |= roomy
-    held.state = enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards)
+    with held_back():
+        held.state = enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:

@@ -71,10 +71,7 @@ class ArraySource(Source):
     def __init__(self, columns: Mapping[str, Any], *, block_samples: int = BLOCK_SAMPLES):
         checks.integer("ArraySource: block_samples", block_samples, 1)
         self.columns = {name: _with_offsets(name, column) for name, column in columns.items()}
-        counts = {
-            name: len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
-            for name, column in self.columns.items()
-        }
+        counts = {name: _count(column) for name, column in self.columns.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"ArraySource: columns: got {counts} samples, wanted columns of one length.")
         (num_samples,) = set(counts.values())
@@ -150,13 +147,24 @@ class BlockSource(Source):
         if found is not None:
             return found.result()
         try:
-            mine.set_result(self.load(block))
+            mine.set_result(self._load_whole(block))
         except BaseException as error:
             with self._lock:  # the next reader tries again
                 if self._kept.get(block) is mine:
                     del self._kept[block]
             mine.set_exception(error)
         return mine.result()
+
+    def _load_whole(self, block: int) -> Columns:
+        """Loads a block; ValueError: it has another number of samples than when the source was made."""
+        columns, wanted = self.load(block), int(np.diff(self.ends, prepend=0)[block])
+        for name, column in columns.items():
+            if (found := _count(column)) != wanted:
+                raise ValueError(
+                    f'{type(self).__name__}: block {block}: column "{name}": got {found} samples, wanted {wanted}, as '
+                    "when the source was made; if its files have changed, make it again."
+                )
+        return columns
 
 
 class ArrowSource(BlockSource):
@@ -341,6 +349,10 @@ def _to_mapped(array: Any) -> Any:
 
 def _from_mapped(array: Any) -> Any:
     return array() if isinstance(array, functools.partial) else array
+
+
+def _count(column: Any) -> int:
+    return len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
 
 
 def _pick_columns(columns: Columns, positions: slice | np.ndarray) -> Columns:

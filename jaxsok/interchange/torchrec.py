@@ -255,7 +255,8 @@ def _make_saved(weight: Tensor, states: Mapping[str, Tensor], columns: tuple[int
 
 
 def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path]]) -> _Saved:
-    if sorted(rank for rank, _, _ in dumped) != list(range(dumped[0][1])):
+    worlds = {world for _, world, _ in dumped}
+    if len(worlds) > 1 or sorted(rank for rank, _, _ in dumped) != list(range(dumped[0][1])):
         raise ValueError(
             f'{op}: table "{name}": got {[str(file) for *_, file in dumped]}, wanted the files of all ranks of a dump.'
         )

@@ -140,4 +140,6 @@ def _tables(layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None
         return None if given is None else group.check_tables(op, given)
     if given is None and layer.has_variable(_TABLES, _FROZEN):
         given = layer.get_variable(_TABLES, _FROZEN)
+        if layer.is_initializing() and isinstance(given, tuple):  # the place that the layer's first call has kept
+            return None
     return group.check_tables(op, given)

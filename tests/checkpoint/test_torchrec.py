@@ -323,6 +323,10 @@ def test_dumps_that_are_not_whole(tmp_path):
     dump(tmp_path, "user", np.array([2, 4, 4, 7]), np.ones((4, 3)))
     with pytest.raises(ValueError, match="key: got 4 a second time"):
         torchrec.declare(tmp_path)
-    (tmp_path / "user_emb_keys.rank_1.world_size_2").unlink()
+    whole = tmp_path / "user_emb_keys.rank_1.world_size_2"
+    whole.rename(tmp_path / "user_emb_keys.rank_1.world_size_3")  # of another dump
+    with pytest.raises(ValueError, match="wanted the files of all ranks"):
+        torchrec.declare(tmp_path)
+    (tmp_path / "user_emb_keys.rank_1.world_size_3").unlink()
     with pytest.raises(ValueError, match="wanted the files of all ranks"):
         torchrec.declare(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok.data import ArraySource, ArrowSource, BlockSource, JoinedSource, Source
+from jaxsok.data import ArraySource, ArrowSource, BlockSource, JoinedSource, Source, criteo
 
 NUM_SAMPLES = 60
 PADDING = -1  # PADDING_KEY as int64
@@ -539,6 +539,24 @@ def test_many_threads_load_a_block_once():
         source.go_on.set()
         assert all(future.result()["user"].tolist() == places.tolist() for future in found)
     assert sorted(source.loads) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_left", [0, 7, 12])
+def test_a_block_of_another_size_is_refused(num_left, tmp_path):
+    """The file has changed since the source was made, or a source counts wrongly: no batch gets shorter in silence."""
+
+    class Changed(CountedSource):
+        def load(self, block):
+            return {"user": np.arange(num_left)}
+
+    with pytest.raises(ValueError, match=rf'block 0: column "user": got {num_left} samples, wanted 10'):
+        Changed().take(slice(0, 4))
+    log = tmp_path / "log.tsv"
+    log.write_text("".join(f"{label}\t" + "1\t" * 13 + "\t".join(["0000000a"] * 26) + "\n" for label in (0, 1, 1)))
+    source = criteo.TextSource(log)
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ValueError, match=r"TextSource: block 0: column .*: got 2 samples, wanted 3"):
+        source.take(slice(0, 3))
 
 
 def test_a_block_that_failed_is_loaded_again():

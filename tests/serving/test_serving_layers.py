@@ -280,6 +280,27 @@ def test_a_linen_model_takes_other_tables():
     np.testing.assert_array_equal(ids, linen.LookupLayer("user").apply({}, inputs["user"], tables=tables))
 
 
+def test_a_linen_layer_may_be_called_twice():
+    """Its second call of `init`, too, has neither tables nor a place for them yet."""
+
+    class Twice(flax.linen.Module):
+        def setup(self):
+            self.user = linen.LookupLayer("user", dim=tables.tables["user"].dim)
+
+        def __call__(self, shown, bought):
+            return self.user(shown) - self.user(bought)
+
+    tables, _ = tables_of("float32")
+    shown, bought = np.array([3, 4]), np.array([4, 3])
+    variables = Twice().init(jax.random.key(0), shown, bought)
+    one = linen.LookupLayer("user").apply({}, shown, tables=tables)
+    np.testing.assert_array_equal(
+        linen.as_function(Twice(), variables)(tables, {"shown": shown, "bought": bought}), one - one[::-1]
+    )
+    with pytest.raises(ValueError, match="got none, wanted FrozenTables"):
+        Twice().apply(variables, shown, bought)
+
+
 def test_words_and_integers_are_the_same_keys():
     tables, known = tables_of("float32")
     keys = np.array([3, 9, 2**63 + 3, PADDING, 10**9], np.uint64)

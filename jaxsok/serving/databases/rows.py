@@ -63,8 +63,8 @@ class DatabaseRows(RowSource):
 
     Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
     for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
-    are written into the first one by a thread; not if any were written since they were read, which may be newer. If
-    another process writes the last one, they are read again afterwards, and leave the first one if they are others.
+    are written into the first one by a thread; not if any were written since they were read, which may be newer, and
+    none if another process writes the last one: what it has written since is not known.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class DatabaseRows(RowSource):
                     f"DatabaseRows: model, tables: got {name!r}, wanted a name of 1 to 120 letters, digits, _ and -, "
                     "as HPS has them in databases; rename it."
                 )
-        self._databases, self._model, self._lifts = tuple(databases), model, lifts
+        self._databases, self._model = tuple(databases), model
+        self._lifts = lifts and not self._databases[-1].is_followed
         self.tables = {table.name: table for table in tables}
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
         # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
@@ -147,20 +148,8 @@ class DatabaseRows(RowSource):
             if writes == self._shared.writes:
                 try:
                     self._write(database, name, keys, rows)
-                    if self._databases[-1].is_followed:  # its writer changes it first, then the first database
-                        self._erase_changed(database, name, keys, rows)
                 except DatabaseError as error:
                     _log.warning("DatabaseRows: %s: rows were not lifted: %s", name, error)
-
-    def _erase_changed(self, database: Database, name: str, keys: Keys, rows: Rows) -> None:
-        """Erases rows that are not those of the last database; all, if it cannot be read."""
-        now, is_found, is_other = np.zeros_like(rows), np.zeros(len(keys), bool), np.ones(len(keys), bool)
-        try:
-            self._read(self._databases[-1], name, keys, np.arange(len(keys)), now, is_found)
-            is_other = ~is_found | (now.view(np.uint32) != rows.view(np.uint32)).any(axis=1)
-        finally:
-            for _, some in self._batches(database, keys, np.flatnonzero(is_other)):
-                database.erase(name, some)
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         for keys in self.keys(table):
