@@ -72,8 +72,8 @@ class ServedModel:
 
         Args:
           tables: include those that it needs, of any number of rows; on one device, where it runs.
-          inputs: all of them, of one batch size. Keys are NumPy integers or a `jax.Array` of `uint32[..., 2]` words, bags are
-            `jaxsok.Bags`, the others NumPy or JAX arrays.
+          inputs: all of them, of one batch size. Keys are NumPy integers or a `jax.Array` of `uint32[..., 2]` words,
+            bags are `jaxsok.Bags`, the others NumPy or JAX arrays.
           pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch,
             so that a few programs serve all sizes. Only for models that treat each sample by itself: others, even if
             `is_per_sample`, would count padding as samples.
