@@ -58,10 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
     try:
         texts = {"inspect": _inspect, "import": _import, "estimate": _estimate, "freeze": _freeze, "flags": _flags}
-        print(texts[options.command](options), flush=True)
-    except BrokenPipeError:
-        # Who reads it has ended, as `head` does. When Python ends it would report this once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text = texts[options.command](options)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # Who reads it has ended, as `head` does. When Python ends it would report this once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -142,7 +142,7 @@ class Collection:
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies and pickles that are declared in the same way, without compiled steps or what `grow` learned."""
         mesh, axis = (self.shards.mesh, self.shards.axis) if isinstance(self.shards, MeshShards) else (None, None)
-        declare = functools.partial(Collection, mesh=mesh, axis=axis, exchange=self.exchange)
+        declare = functools.partial(type(self), mesh=mesh, axis=axis, exchange=self.exchange)
         return declare, (self.tables, self.features)
 
     def __repr__(self) -> str:
@@ -581,7 +581,8 @@ class Collection:
           order.
 
         Raises:
-          TypeError, ValueError: rows of another shape; raised when traced. Finite numbers of NumPy beyond float32.
+          TypeError, ValueError: rows of another shape; raised when traced. ValueError: `rows` is a NumPy array
+            with a finite number that float32 cannot hold.
 
         Cost:
           A search and a sort of the keys, on a mesh by every shard; each row is written once.

@@ -3,36 +3,52 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM  # whose handlers usually raise
 
 
+class _Holder:
+    """A handler that keeps one signal for later, in place of other handlers."""
+
+    def __init__(self, handlers: Mapping[int, Callable[..., Any]]) -> None:
+        self.handlers, self.is_over = handlers, False
+        self._held: list[tuple[int, Any]] = []
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self._held.append((number, frame))
+        if self.is_over or len(self._held) > 1:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Calls the handlers of all signals that were held, in order; later signals pass."""
+        self.is_over = True
+        while self._held:
+            number, frame = self._held.pop(0)
+            self.handlers[number](number, frame)
+
+
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Holds Ctrl-C back until the block ends, and SIGTERM where it has a handler; the second of them comes at once.
+    """Holds Ctrl-C back until the block ends, and SIGTERM where it has a handler.
 
-    Python acts on signals in the main thread, also when a call into C++ returns: its result would be lost. Who presses
-    Ctrl-C again may wait for a block that does not end.
+    Python acts on signals in the main thread, also when a call into C++ returns: its result would be lost. A second
+    signal comes at once, because the block may never end; the state is then lost. Blocks within others do nothing.
     """
     handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
-    if threading.current_thread() is not threading.main_thread() or not handlers:
+    is_within = any(isinstance(handler, _Holder) and not handler.is_over for handler in handlers.values())
+    if threading.current_thread() is not threading.main_thread() or not handlers or is_within:
         yield
         return
-    held: list[Any] = []
-
-    def hold(number: int, frame: Any) -> None:
-        held.append((number, frame))
-        if len(held) > 1:
-            handlers[number](number, frame)
-
-    for number in handlers:
-        signal.signal(number, hold)
+    holder = _Holder(handlers)
     try:
+        for number in handlers:
+            signal.signal(number, holder)
         yield
     finally:
+        holder.is_over = True  # if a signal comes between these lines and a holder stays, signals pass through it
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if len(held) == 1:
-            handlers[held[0][0]](*held[0])
+            if signal.getsignal(number) is holder:  # else a handler that was called has set another one
+                signal.signal(number, handler)
+        holder.deliver()

@@ -284,7 +284,8 @@ class Pipeline:
 
         Raises:
           TypeError: for these two options; a step of them is jitted without the pipeline.
-          ValueError: when called with lookups ahead, if the plan is donated: it holds plans of batches to come.
+          ValueError: when called with lookups ahead on a mesh, if `donate_argnums` names the plan: it holds plans of
+            batches to come, which the next step would find deleted.
 
         Example:
           >>> import jaxsok

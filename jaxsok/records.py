@@ -71,7 +71,7 @@ def convert_to(what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         result = array.astype(dtype, copy=False)
     is_wider = array.dtype.itemsize < dtype.itemsize
     if result is not array and not is_wider and np.isfinite(result).sum() != np.isfinite(array).sum():
-        raise ValueError(f"{what}: got a number beyond the range of {dtype.name}, wanted others, or a wider dtype.")
+        raise ValueError(f"{what}: got a number beyond the range of {dtype.name}, wanted numbers within it.")
     return result
 
 

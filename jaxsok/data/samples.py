@@ -127,7 +127,7 @@ class BlockSource(Source):
 
     @abc.abstractmethod
     def load(self, block: int) -> Columns:
-        """Reads and decodes a block."""
+        """Reads and decodes a block: as many samples as `sizes` says."""
 
     def keep(self, num_blocks: int) -> None:
         self._num_kept = max(self._num_kept, num_blocks)
@@ -162,7 +162,7 @@ class BlockSource(Source):
             if (found := _count(column)) != wanted:
                 raise ValueError(
                     f'{type(self).__name__}: block {block}: column "{name}": got {found} samples, wanted {wanted}, as '
-                    "when the source was made; if its files have changed, make it again."
+                    "when the source was made; if its files have changed, make the source again."
                 )
         return columns
 
@@ -352,7 +352,7 @@ def _from_mapped(array: Any) -> Any:
 
 
 def _count(column: Any) -> int:
-    return len(column.offsets) - 1 if isinstance(column, Bags) else column.shape[0]
+    return len(column.offsets) - 1 if isinstance(column, Bags) else len(column)
 
 
 def _pick_columns(columns: Columns, positions: slice | np.ndarray) -> Columns:

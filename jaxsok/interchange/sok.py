@@ -373,16 +373,17 @@ def _chunks(
     def chunks() -> Iterator[Records]:
         for start in range(0, num_rows, at_once):
             stop = start + at_once
-            state = {name: _scale(array.read(start, stop), scale) for name, array in states.items()}
+            state = {name: _scale(op, array.read(start, stop), scale) for name, array in states.items()}
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
 
     return RecordChunks(num_rows, dim, {name: array.shape[1] for name, array in states.items()}, chunks)
 
 
-def _scale(numbers: np.ndarray, scale: float) -> np.ndarray:
+def _scale(op: str, numbers: np.ndarray, scale: float) -> np.ndarray:
     if numbers.dtype == np.float16:
         numbers = numbers.astype(np.float32)
-    return (numbers * numbers.dtype.type(scale) if scale != 1 else numbers).astype(np.float32, copy=False)
+    scaled = numbers * numbers.dtype.type(scale) if scale != 1 else numbers
+    return convert_to(f"{op}: state", scaled, np.dtype(np.float32))
 
 
 def _as_key_dtype(op: str, keys: np.ndarray, key_dtype: str) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train
 
 import jaxsok
-from jaxsok import checkpoint, enlarge, interrupts, table_import
+from jaxsok import admission, checkpoint, enlarge, interrupts, table_import
 
 
 def press_after(monkeypatch, owner, name, *, times=1):
@@ -50,7 +50,15 @@ def test_an_import_keeps_what_there_is(owner, name, num_devices, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("name", ["clear", "erase", "grow_to", "enter_records"])
+OWNERS = {
+    "grow_to": enlarge,
+    "enter_records": table_import,
+    "_forget_waiting": checkpoint.non_row_state,
+    "with_waiting": admission,
+}
+
+
+@pytest.mark.parametrize("name", ["clear", "erase", *OWNERS])
 def test_a_restore_keeps_what_there_is(name, tmp_path, monkeypatch):
     """So does a restore into a state that lives on, and a delta; restoring once more gives what was saved."""
     collection = collection_of(tables_of(capacity=16))
@@ -59,12 +67,12 @@ def test_a_restore_keeps_what_there_is(name, tmp_path, monkeypatch):
     state, _ = collection.erase(state, "user", collection.export_table(state, "user")["keys"][:3])
     state = train(collection, state, 2)
     checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
-    chain, owner = [tmp_path / "full", tmp_path / "delta"], {"grow_to": enlarge, "enter_records": table_import}
+    chain, tables = [tmp_path / "full", tmp_path / "delta"], ["user", "item", "ad"]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:
-        press_after(patched, owner.get(name, collection), name)
-        checkpoint.load(chain, collection, state=collection.init(seed=1), tables=["user", "item"])
-    again = checkpoint.load(chain, collection, state=caught.value.state, tables=["user", "item"])
-    assert read(collection, again).keys() == {"user", "item"}
+        press_after(patched, OWNERS.get(name, collection), name)
+        checkpoint.load(chain, collection, state=collection.init(seed=1), tables=tables)
+    read(collection, caught.value.state)
+    again = checkpoint.load(chain, collection, state=caught.value.state, tables=tables)
     same = [
         {key: array for key, array in content(collection, each).items() if key.startswith(("user.rows", "item.rows"))}
         for each in (again, state)
@@ -83,15 +91,23 @@ def test_a_second_press_comes_at_once():
 
 def test_a_handler_of_sigterm_waits_too():
     """As of a job that is told to end; where there is no handler, the signal ends the process as ever."""
-    raised, passed = [], []
-    before = signal.signal(signal.SIGTERM, lambda *given: raised.append(given))
+    heard, passed = [], []
+
+    def hear(number, _):
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
     try:
         with interrupts.held_back():
             signal.raise_signal(signal.SIGTERM)
-            passed.append(list(raised))
+            passed.append(list(heard))
+        with pytest.raises(KeyboardInterrupt), interrupts.held_back():  # both are heard, in order
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("went on")
     finally:
-        assert signal.signal(signal.SIGTERM, before) is not before
-    assert passed == [[]] and [number for number, _ in raised] == [signal.SIGTERM]
+        assert signal.signal(signal.SIGTERM, before) is hear
+    assert passed == [[]] and heard == [signal.SIGTERM] * 2
 
 
 def test_blocks_may_be_nested_and_other_threads_hold_nothing():
@@ -101,6 +117,10 @@ def test_blocks_may_be_nested_and_other_threads_hold_nothing():
             signal.raise_signal(signal.SIGINT)
             passed.append("inner")
         passed.append("outer")
+    with pytest.raises(KeyboardInterrupt), interrupts.held_back(), interrupts.held_back():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("went on")
     thread = threading.Thread(target=lambda: passed.append(interrupts.held_back().__enter__()))
     thread.start()
     thread.join()

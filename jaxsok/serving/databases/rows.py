@@ -64,7 +64,7 @@ class DatabaseRows(RowSource):
     Of two databases, the last one has all rows; the first one is asked first. If it fails, the last one answers alone
     for RETRY_S, and a warning is logged. With `lifts` (HPS's `cache_missed_embeddings`) rows that only the last one had
     are written into the first one by a thread; not if any were written since they were read, which may be newer, and
-    none if another process writes the last one: what it has written since is not known.
+    none if another process writes the last one: it may have changed the row since.
     """
 
     def __init__(
