@@ -378,13 +378,8 @@ def add_options(parser: argparse.ArgumentParser, default: Config, optimizers: It
     add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
         help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
     add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps too")
-    add(
-        "--no-progress",
-        dest="show_progress",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="show no progress bar",
-    )
+    add("--no-progress", dest="show_progress", action="store_false", default=argparse.SUPPRESS,
+        help="show no progress bar")  # fmt: skip
     add("--num-devices", type=int, help="how many devices to use (default: all)")
     add("--placement", choices=("auto", "sharded"), default=default.placement,
         help="where tables live: as the planner says, or spread over all devices")  # fmt: skip

@@ -476,13 +476,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--checkpoint-dir", type=pathlib.Path, default=default.checkpoint_dir, metavar="FOLDER",
         help="where Ctrl-C leaves the run; the same command goes on from there")  # fmt: skip
     add("--checkpoint-every", type=int, metavar="STEPS", help="save every so many steps too")
-    add(
-        "--no-progress",
-        dest="show_progress",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="show no progress bar",
-    )
+    add("--no-progress", dest="show_progress", action="store_false", default=argparse.SUPPRESS,
+        help="show no progress bar")  # fmt: skip
     values = vars(parser.parse_args(arguments))
     return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 

@@ -156,6 +156,11 @@ class Held:
 
     state: State
 
+    def change(self, change: Callable[[State], State]) -> None:
+        """Calls what takes the state over, and keeps its result; Ctrl-C cannot come between the two."""
+        with held_back():
+            self.state = change(self.state)
+
 
 @dataclasses.dataclass
 class RecordWriter:
@@ -172,15 +177,15 @@ class RecordWriter:
 
     def write(self, pieces: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Writes what `pieces` yields, which may be called again; `settle` ends it."""
-        self._refused, self._pieces, s = [], pieces, self.table.store
+        self._refused, self._pieces = [], pieces
         for piece in pieces():
-            with held_back():
-                state = self.held.state
-                store, num_refused = enter_records(
-                    self.table, self.is_reset, state.stores[s], state.seed, self.clock, piece
-                )
-                self.held.state = with_store(state, s, store)
-                self._refused.append(num_refused)
+            self.held.change(functools.partial(self._enter, piece))
+
+    def _enter(self, piece: dict[str, Any], state: State) -> State:
+        s = self.table.store
+        store, num_refused = enter_records(self.table, self.is_reset, state.stores[s], state.seed, self.clock, piece)
+        self._refused.append(num_refused)
+        return with_store(state, s, store)
 
     def settle(self) -> None:
         """Waits for what was written last; keys that found no entry in the index get one under another salt."""
@@ -282,9 +287,7 @@ class _Import:
             room = enlarge.agree_on_room([self.spec], self.shards)
             capacity = enlarge.next_capacity(self.spec, self.capacity, needed, *room)
             sizes, writer = {self.table.store: expected if expected >= needed else capacity}, self.writer
-            with held_back():
-                state = enlarge.grow_to("import_table", writer.specs, writer.held.state, sizes, self.shards)
-                writer.held.state = state
+            writer.held.change(lambda state: enlarge.grow_to("import_table", writer.specs, state, sizes, self.shards))
         self.in_use = self.in_use + asked
 
 

@@ -17,7 +17,6 @@ from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.saved import Source
 from jaxsok.checks import not_none
 from jaxsok.collection import Collection
-from jaxsok.interrupts import held_back
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
 from jaxsok.shards import local_parts
@@ -133,17 +132,20 @@ def _add_admission(source: Source, held: Restoring, table: TableRef) -> None:
 
 
 def _add_waiting(source: Source, held: Restoring, table: TableRef) -> None:
-    spec, s, shards = table.spec, table.store, table.shards
-    with held_back():
-        held.state = with_store(held.state, s, _forget_waiting(table, held.state.stores[s]))
+    spec, s = table.spec, table.store
+    held.change(lambda state: with_store(state, s, _forget_waiting(table, state.stores[s])))
     waiting = _join_batches(source.waiting_keys(table.declared.name))
     for keys, counts in processes.iterate_together(source.op, waiting):
         # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(not_none(table.declared.admission).threshold - 1))
         owners = owners_of(spec, table.number, keys, held.collection.partition_owners)
-        with held_back():
-            store = admission_lib.with_waiting(spec, held.state.stores[s], table.number, keys, counts, owners, shards)
-            held.state = with_store(held.state, s, store)
+        held.change(functools.partial(_add_waiting_keys, table, keys, counts, owners))
+
+
+def _add_waiting_keys(table: TableRef, keys: np.ndarray, counts: np.ndarray, owners: np.ndarray, state: State) -> State:
+    spec, store = table.spec, state.stores[table.store]
+    store = admission_lib.with_waiting(spec, store, table.number, keys, counts, owners, table.shards)
+    return with_store(state, table.store, store)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -19,7 +19,6 @@ from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms
 from jaxsok.collection import Collection
-from jaxsok.interrupts import held_back
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.specs import TableRef, name_word
@@ -170,11 +169,9 @@ def _apply_link(source: Source, held: Restoring, taken: Mapping[str, Sequence[st
     for name in taken:
         if is_delta:
             for keys, _ in padded_batches(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
-                with held_back():
-                    held.state, _ = collection.erase(held.state, name, keys)
+                held.change(lambda state, name=name, keys=keys: collection.erase(state, name, keys)[0])
         elif not held.is_whole:
-            with held_back():
-                held.state, _ = collection.clear(held.state, name)
+            held.change(lambda state, name=name: collection.clear(state, name)[0])
     for name in taken:
         place(source, held, name, taken[name])
     non_row_state.add(source, held, list(taken))
@@ -232,8 +229,7 @@ def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], 
     room = enlarge.agree_on_room([collection.stores[s] for s in roomy], collection.shards)
     if enlarge.fits(enlarge.rows_to_add(collection.stores, state, capacities | roomy), *room):
         capacities |= roomy
-    with held_back():
-        held.state = enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards)
+    held.change(lambda state: enlarge.grow_to(source.op, collection.stores, state, capacities, collection.shards))
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:

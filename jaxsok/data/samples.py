@@ -71,7 +71,7 @@ class ArraySource(Source):
     def __init__(self, columns: Mapping[str, Any], *, block_samples: int = BLOCK_SAMPLES):
         checks.integer("ArraySource: block_samples", block_samples, 1)
         self.columns = {name: _with_offsets(name, column) for name, column in columns.items()}
-        counts = {name: _count(column) for name, column in self.columns.items()}
+        counts = {name: _count_samples(column) for name, column in self.columns.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"ArraySource: columns: got {counts} samples, wanted columns of one length.")
         (num_samples,) = set(counts.values())
@@ -157,9 +157,9 @@ class BlockSource(Source):
 
     def _load_whole(self, block: int) -> Columns:
         """Loads a block; ValueError: it has another number of samples than when the source was made."""
-        columns, wanted = self.load(block), int(np.diff(self.ends, prepend=0)[block])
+        columns, wanted = self.load(block), int(self.ends[block] - (self.ends[block - 1] if block else 0))
         for name, column in columns.items():
-            if (found := _count(column)) != wanted:
+            if (found := _count_samples(column)) != wanted:
                 raise ValueError(
                     f'{type(self).__name__}: block {block}: column "{name}": got {found} samples, wanted {wanted}, as '
                     "when the source was made; if its files have changed, make the source again."
@@ -351,7 +351,7 @@ def _from_mapped(array: Any) -> Any:
     return array() if isinstance(array, functools.partial) else array
 
 
-def _count(column: Any) -> int:
+def _count_samples(column: Any) -> int:
     return len(column.offsets) - 1 if isinstance(column, Bags) else len(column)
 
 

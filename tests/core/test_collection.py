@@ -57,7 +57,7 @@ def test_tables_share_a_store_by_dim_optimizer_and_row_gradient():
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
 def test_copies_of_a_collection_are_declared_in_the_same_way(make_copy):
-    """What one compiled does not travel; the state of one fits the other, with the same results."""
+    """They have compiled nothing yet; a state of one fits the other, with the same results."""
     collection = programs.one_table()
     state = programs.insert(collection, collection.init(seed=0), [1, 2, 3])
     other = make_copy(collection)
