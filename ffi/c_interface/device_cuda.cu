@@ -228,9 +228,8 @@ class Gpu final : public Device {
 
   ~Gpu() override {
     CurrentDevice current(ordinal_);
-    cudaDeviceSynchronize();
     free_.lanes.clear();
-    for (void* array : placed_) cudaFree(array);
+    for (void* array : placed_) cudaFree(array);  // waits for lookups; UnpinHostMemory says why nothing else does
     for (const auto& [array, num_bytes] : on_host_) UnmapHostMemory(ordinal_, array, num_bytes);
     if (pool_ != nullptr) cudaMemPoolDestroy(pool_);
   }

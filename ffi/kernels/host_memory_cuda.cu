@@ -36,7 +36,8 @@ LaunchError PinHostMemory(int32_t device, void* data, int64_t num_bytes) {
 
 void UnpinHostMemory(int32_t device, void* data) {
   OnDevice(device, [&]() -> LaunchError {
-    cudaDeviceSynchronize();  // a launched program may still write rows
+    // This waits for launched programs, which may still write rows. cudaDeviceSynchronize would end the CUDA graphs
+    // that other threads are recording.
     cudaHostUnregister(data);
     return nullptr;
   });

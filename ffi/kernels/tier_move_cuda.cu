@@ -459,22 +459,25 @@ LaunchError OpenArea(int32_t device, const void* slab) {
 
 void CloseArea(int32_t device, const void* slab) {
   OnDevice(device, [&]() -> LaunchError {
-    cudaDeviceSynchronize();
     Areas& all = Areas::Get();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.areas.find({device, slab});
-    if (found == all.areas.end()) return nullptr;
-    Area& area = *found->second;
-    void* const memory[] = {area.buffers.coming, area.buffers.row_ids, area.buffers.records, area.buffers.leaving,
-                            area.buffers.leaving_records};
-    for (void* at : memory) cudaFree(at);
-    area.buffers = AheadArea{};
-    area.buffers.reads = area.link->reads.jobs;
-    area.buffers.writes = area.link->writes.jobs;
-    cudaMemcpy(area.on_device, &area.buffers, sizeof(AheadArea), cudaMemcpyHostToDevice);
+    Area* area = nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(all.mutex);
+      const auto found = all.areas.find({device, slab});
+      if (found == all.areas.end()) return nullptr;
+      area = found->second.get();
+      area->is_open = false;
+    }
+    // No thread looks for it any more. Another one may hold the lock while a program waits for its device.
+    AheadArea& buffers = area->buffers;
+    void* const memory[] = {buffers.coming, buffers.row_ids, buffers.records, buffers.leaving, buffers.leaving_records};
+    for (void* at : memory) cudaFree(at);  // waits for launched programs; `UnpinHostMemory` says why nothing else does
+    buffers = AheadArea{};
+    buffers.reads = area->link->reads.jobs;
+    buffers.writes = area->link->writes.jobs;
+    cudaMemcpy(area->on_device, &buffers, sizeof(buffers), cudaMemcpyHostToDevice);
     cudaStreamSynchronize(nullptr);
-    area.host_bytes = 0;
-    area.is_open = false;
+    area->host_bytes = 0;
     return nullptr;
   });
 }

@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import gc
 import re
+import threading
 import warnings
 
 import jax
@@ -409,6 +410,39 @@ def test_memory_that_the_system_does_not_give():
         MemoryError, match=r"got \d+ bytes \(\d+ rows of 1048576\) for .*the system maps no memory of.*"
     ):
         host_slabs._allocate_pinned(device, (2**40, 2**20))
+
+
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="on a CPU nothing is recorded")
+def test_memory_is_deleted_while_another_thread_records_cuda_graphs():
+    """CUDA ends all recordings of a device if a thread waits for the device as a whole."""
+    collection = jaxsok.Collection([TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=1_000)], FEATURES)
+    is_over, num_deleted = threading.Event(), 0
+
+    def delete():
+        nonlocal num_deleted
+        while not is_over.is_set():
+            host_slabs.new_host_rows(jax.devices()[0], 1_000, 64)
+            num_deleted += 1
+
+    @jax.jit
+    def step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        return collection.update(state, plan, embeddings)[0]
+
+    state, kept = collection.init(seed=0), []
+    thread = threading.Thread(target=delete)
+    thread.start()
+    try:
+        for number in range(2_000):  # XLA records a call again if its arrays lie elsewhere
+            kept = [*kept[-(number % 7) :], state]
+            features = collection.batch({"user": np.arange(number, number + 32) % 500}).features
+            state = jax.block_until_ready(step(state, features))
+    finally:
+        is_over.set()
+        thread.join()
+    assert num_deleted > 10
+    keys = np.array([0, 499, 500])
+    np.testing.assert_array_equal(collection.contains(state, "user", keys), [True, True, False])
 
 
 @pytest.mark.skipif(jax.default_backend() == "cpu", reason="on a CPU no program writes to pinned memory")

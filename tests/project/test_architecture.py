@@ -225,6 +225,13 @@ def test_launches_neither_allocate_device_memory_nor_wait():
     )
 
 
+def test_nothing_waits_for_a_device_as_a_whole():
+    """CUDA would end the graphs that other threads are recording on it."""
+    assert not occurrences(
+        sources("ffi/kernels/*", "ffi/c_interface/*", "ffi/handlers/*"), "DeviceSynchronize|CtxSynchronize"
+    )
+
+
 def test_no_float_atomics_in_kernels():
     """Floats are added in a fixed order, so that two runs give the same bits."""
     assert not occurrences(sources("ffi/kernels/*.cu*"), r"atomicAdd\(\s*\(?\s*(reinterpret_cast<)?float")
