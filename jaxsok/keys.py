@@ -58,9 +58,8 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
         return jnp.stack([low, high], axis=-1)
     if keys.dtype == jnp.int32:
         raise TypeError(
-            f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX "
-            "narrowed in silence; "
-            'pass NumPy int64, uint32[..., 2] words, or declare FeatureSpec(key_dtype="int32").'
+            f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX narrowed in silence"
+            '; pass NumPy int64, a jax.Array of uint32[..., 2] words, or declare FeatureSpec(key_dtype="int32").'
         )
     raise TypeError(
         f"{what}: keys must be integers or uint32[..., 2] words, got {keys.dtype}{list(keys.shape)}; pass NumPy int64."

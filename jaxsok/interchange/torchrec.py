@@ -24,7 +24,7 @@ from jaxsok.interchange import files
 from jaxsok.interchange.files import RawArray, RecordChunks
 from jaxsok.interchange.torch_files import Tensor, read_tensors
 from jaxsok.optimizers import Optimizer
-from jaxsok.records import Records
+from jaxsok.records import Records, convert_to
 from jaxsok.specs import TableSpec
 from jaxsok.store import State
 
@@ -307,7 +307,9 @@ def _records(op: str, name: str, saved: _Saved, optimizer: Optimizer | None, chu
     def chunks() -> Iterator[Records]:
         for keys, rows, states in saved.read(at_once, list(names.values())):
             parts = {ours: states[theirs][:, : widths[ours]] for ours, theirs in names.items()}
-            yield Records(keys, rows, {ours: part.astype(np.float32) for ours, part in parts.items()})
+            what, dtype = f'{op}: table "{name}"', np.dtype(np.float32)
+            state = {ours: convert_to(f"{what}: {ours}", part, dtype) for ours, part in parts.items()}
+            yield Records(keys, rows, state)
 
     return RecordChunks(saved.num_rows, saved.dim, widths, chunks)
 

@@ -22,6 +22,7 @@ ROWS, DIM = 5, 8
 ROWWISE, ADAGRAD = optim.rowwise_adagrad(0.1), optim.adagrad(0.1, 0.0, 1e-8, eps_in_sqrt=False)
 OPTIMIZERS = {"tw": optim.sgd(0.1), "rw": ROWWISE, "cw": ADAGRAD, "twrw": ADAGRAD, "dp": ADAGRAD, "seq": ROWWISE}
 NUMBERS = np.arange(ROWS)[:, None] + np.arange(DIM) / 16
+KEYS = np.arange(ROWS, dtype=np.uint64)
 
 
 def collection_of(optimizers, dim=DIM, **options):
@@ -75,6 +76,16 @@ def test_blocks_of_columns(table):
     with pytest.raises(ValueError, match=rf'table "{table}": got one number of state a row .* "{table}\[0:4\]"'):
         read(GOLDEN, table, ROWWISE)
     is_whole(read(GOLDEN, table))
+
+
+def test_state_beyond_float32_is_refused():
+    state = np.array([[1.0], [1e300]])
+    saved = torchrec._Saved(
+        2, DIM, np.dtype(np.float32), {"momentum1": 1}, lambda *_: iter([(KEYS[:2], NUMBERS[:2], {"momentum1": state})])
+    )
+    chunks = torchrec._records("load", "table", saved, ROWWISE, None)
+    with pytest.raises(ValueError, match='load: table "table": accumulator: got a number beyond the range of float32'):
+        next(iter(chunks))
 
 
 @pytest.mark.parametrize("table", OPTIMIZERS)
