@@ -19,7 +19,7 @@ PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
 def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
     """Views NumPy integers as `uint32[..., 2]` words, low word first; narrower integers are widened by sign."""
-    if keys.dtype == np.bool_ or not np.issubdtype(keys.dtype, np.integer):
+    if keys.dtype.kind not in "iu":
         remedy = "hash strings to int64 or uint64" if keys.dtype.kind in "UST" else "pass NumPy int64 or uint64"
         raise TypeError(f"{what}: keys must be integers, got {keys.dtype}{list(keys.shape)}; {remedy}.")
     if keys.dtype.itemsize < 8:

@@ -49,6 +49,7 @@ class TableSource:
     """Gives the keys (uint64) of the rows alone, in the same order."""
     uuid: str | None = None  # names the base of the next delta; None: an HPS directory, or cut keys: no delta follows
     base: str | None = None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
+    links: tuple[str, ...] = ()  # the exports of the chain, or of the deltas, in their order; empty: an HPS directory
     unknown: float | InitialRows | str | None = None
     """The row of an absent key in training: a number in every column, or its initial row; a text describes rows that
     served tables cannot compute; None: the files do not say."""
@@ -114,6 +115,7 @@ def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: 
         chain.keys,
         uuid=last["uuid"],
         base=first["base"] if first["kind"] == "delta" else None,
+        links=tuple(link.manifest["uuid"] for link in links),
         unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
         tombstones=chain.gone,
     )

@@ -11,6 +11,7 @@ from waiting import wait_until
 
 from jaxsok import serving
 from jaxsok.serving.artifact import KeysInput, export_model
+from jaxsok.serving.databases import DatabaseRows
 from jaxsok.serving.errors import DatabaseError, ServingError
 from jaxsok.serving.frozen import SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
@@ -188,6 +189,51 @@ def test_deltas(blocks, tmp_path):
             np.testing.assert_array_equal(answer[name], wanted)
         with pytest.raises(ServingError, match="applied already"):
             session.update(delta)
+
+
+def test_after_an_update_that_failed_another_delta_is_refused(tmp_path, monkeypatch):
+    """The rows that were written would stay. A chain with the failed delta, or a full export, replaces them."""
+    trained = Trained({"user": 4})
+    trained.set("user", rows_of(range(60), 4))
+    old = trained.full(tmp_path / "old")
+    trained.set("user", rows_of(range(10), 4, version=1))
+    first = trained.delta(tmp_path / "first", old)
+    trained.set("user", rows_of(range(5, 20), 4, version=2))
+    second, other = trained.delta(tmp_path / "second", first), trained.delta(tmp_path / "other", old)
+    after_first = trained.frozen_content()["user"]
+    trained.set("user", rows_of(range(5), 4, version=3))
+    third = trained.delta(tmp_path / "third", second)
+    rolled_back = Trained({"user": 4})
+    rolled_back.set("user", rows_of(range(40), 4, version=4))
+    back = rolled_back.full(tmp_path / "back")
+    config = config_of(model_of({"user": (old, 4)}, defaults=DEFAULTS, **READ))
+    config |= {
+        "volatile_db": {"type": "disabled"},
+        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocks")},
+    }
+    keys, insert = np.arange(70), DatabaseRows.insert
+
+    def fail(self, name, keys, rows):
+        insert(self, name, keys, rows)
+        raise DatabaseError("the database is away")
+
+    def fails(session, source):
+        with monkeypatch.context() as patch, pytest.raises(DatabaseError, match="is away"):
+            patch.setattr(DatabaseRows, "insert", fail)
+            session.update(source)
+
+    with serving.open(config, warm_up=False) as session:
+        fails(session, first)
+        with pytest.raises(ServingError, match=r'the delta ".*other", wanted ".*first" again, or a full export: that'):
+            session.update(other)
+        assert session.update([first, second]) == 2
+        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expect(after_first, keys, -1.0, 4))
+        fails(session, back)
+        with pytest.raises(ServingError, match=r'the delta ".*third", wanted ".*back" again, or a full export'):
+            session.update(third)
+        assert session.update(back) == 3
+        wanted = expect(rolled_back.content["user"], keys, -1.0, 4)
+        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], wanted)
 
 
 def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp_path):

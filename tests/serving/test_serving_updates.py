@@ -737,6 +737,28 @@ def test_tables_and_dense_model_change_together(tmp_path, tier, in_place):
         assert not wrong, wrong[0]
 
 
+def test_closing_refuses_an_update_that_has_begun(tmp_path, monkeypatch):
+    """It loads its dense model before it waits for its turn, so that the session may be closed by then."""
+    folders = [write(tmp_path / str(version), rows_of(range(9), 4, version=version)) for version in range(2)]
+    model = export(tmp_path / "model", 0, 4, folders[0])
+    session = open_with({"user": (folders[0], 4)}, dense_file=str(model))
+    load, begun, closed = served.load_dense_model, threading.Event(), threading.Event()
+
+    def load_late(*arguments):
+        begun.set()
+        assert closed.wait(60)
+        return load(*arguments)
+
+    monkeypatch.setattr(served, "load_dense_model", load_late)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        update = pool.submit(session.update, {"user": folders[1]}, dense_file=model)
+        assert begun.wait(60)
+        assert session.close()
+        closed.set()
+        with pytest.raises(ServingError, match="update: session: got one that is closed"):
+            update.result()
+
+
 def test_a_cache_follows_its_source(tmp_path):
     """Deltas and directories below a cache change the cached rows; an update in place is refused."""
     content = {name: rows_of(range(40), dim) for name, dim in DIMS.items()}

@@ -239,6 +239,8 @@ def test_rows_of_other_dtypes(folders, dtype):
         ({3: np.array([1])}, UnknownTableError, "table: got 3"),
         ({"user": np.array([True])}, RequestError, r'table "user": keys must be integers, got bool\[1\]'),
         ({"user": np.array([1.0])}, RequestError, r"keys must be integers, got float64\[1\]"),
+        ({"user": np.array([1], "m8[s]")}, RequestError, r"keys must be integers, got timedelta64"),
+        ({"user": np.ma.masked_array(np.array([1, 2], np.uint64), [True, False])}, RequestError, "got a masked array"),
         ({"user": np.array(["1"])}, RequestError, r"keys must be integers, got <U1\[1\]; hash strings"),
         ({"user": [[1], [2, 3]]}, RequestError, "keys: got lists of different lengths"),
         ({"user": [2**70]}, RequestError, r"keys must be integers, got object\[1\]"),

@@ -191,6 +191,40 @@ def test_predictions_come_along(model_class, tmp_path):
     model.finalize()
 
 
+def test_rows_and_predictions_are_of_one_version(model_class, tmp_path):
+    """An update that comes between the two lookups has both done again."""
+    tables, _ = freeze_records([(FrozenTable("user", DIMS["user"]), SizedRecords(0, []))])
+
+    def dense(tables, inputs):
+        return {"first": lookup(tables, {"user": inputs["user"]})["user"][:, 0, 0]}
+
+    export_model(tmp_path / "dense", dense, tables, {"user": KeysInput("user", shape=(1,))}, platforms=PLATFORMS)
+    outputs = [{"name": "first"}, {"name": "user_embeddings"}]
+    model = model_class()
+    model.initialize(write_arguments(tmp_path, hps_of(tmp_path, dense_file=str(tmp_path / "dense")), output=outputs))
+    newer, look_up, num_lookups = (
+        write(tmp_path / "newer", rows_of(range(40), DIMS["user"], version=1)),
+        model.session.lookup,
+        0,
+    )
+
+    def update_after(keys, name):
+        nonlocal num_lookups
+        answer = look_up(keys, name)
+        num_lookups += 1
+        if num_lookups == 1:
+            model.session.update({"user": newer})
+        return answer
+
+    model.session.lookup = update_after
+    (answer,) = model.execute([Request({"user": np.array([[3], [4]])}, ["first", "user_embeddings"])])
+    found = answer.arrays()
+    assert num_lookups == 2
+    np.testing.assert_array_equal(found["first"], [1021, 1028])
+    np.testing.assert_array_equal(found["user_embeddings"][:, 0, 0], [1021, 1028])
+    model.finalize()
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

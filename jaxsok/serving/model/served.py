@@ -175,7 +175,7 @@ class Served:
                 continue
             errors.require_table(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
-            if isinstance(given, np.ndarray) and given.dtype == np.uint64 and given.ndim > 0:
+            if type(given) is np.ndarray and given.dtype == np.uint64 and given.ndim > 0:
                 arrays[name] = np.ascontiguousarray(given)
             else:
                 with errors.refusals():

@@ -2,11 +2,12 @@
 
 A database has one version of a row. So an update is not atomic below the cache: until it ends, and after one that
 failed, a lookup that misses may read both new and old rows; cached rows change in one instant. Doing it again
-repairs an update that failed.
+repairs an update that failed, and so does a full export. Deltas without it are refused: its rows would stay.
 """
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class StoredVersions(AnyVersions):
         self, config: Config, model: ModelConfig, given: Sequence[Frozen], databases: Connected, served: Any
     ) -> None:
         super().__init__(model.model, config.key_bits)
+        self._unfinished: dict[str, tuple[pathlib.Path, tuple[str, ...]]] = {}  # by table: what failed in the middle
         self._is_read_only = config.persistent_db.read_only
         tables = [table for table, _ in given]
         there = [database for database in databases if database is not None]
@@ -66,15 +68,28 @@ class StoredVersions(AnyVersions):
 
     def _update(self, old: Any, new: Any, changes: Sequence[Change], in_place: InPlace, readers: Sequence[Any]) -> None:
         """Writes rows into the databases; if one fails, some are written."""
+        for change in changes:
+            path, last = self._unfinished.get(change.table.name, (None, ()))
+            if path is not None and change.gone is not None and not {*last} & {*change.source.links}:
+                raise ServingError(
+                    f'update: table "{change.table.name}": source: got the delta "{change.source.path}", wanted '
+                    f'"{path}" again, or a full export: that update failed in the middle, and some of its rows are in '
+                    "the databases."
+                )
         replaced = frozenset(change.table.name for change in changes if change.gone is None)
         new = dataclasses.replace(new, replaced=replaced)
         for reader in readers:
             reader.prepare(old, new)
-        changed = {change.table.name: _write(old.stored, change) for change in changes if not change.is_empty}
+        changed = {}
+        for change in (change for change in changes if not change.is_empty):
+            self._unfinished[change.table.name] = change.source.path, change.source.links[-1:]
+            changed[change.table.name] = _write(old.stored, change)
         num_rows = {name: old.stored.num_rows(name) for name in changed}
         new = dataclasses.replace(new, stored_rows={**old.stored_rows, **num_rows})
         publish(readers, old, new, changed)
         self.current = new
+        for name in changed:
+            del self._unfinished[name]
         self.num_in_place += bool(changed)
 
 

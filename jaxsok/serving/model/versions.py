@@ -178,6 +178,7 @@ class AnyVersions(abc.ABC):
         self.name, self.num_in_place = model, 0
         self.key_bits: KeyBits = key_bits
         self._updating = threading.Lock()  # held by one update at a time: it alone sets `current`
+        self._is_closed = False
 
     def update(
         self, source: Source | None, *, in_place: InPlace, dense_model: tuple[Any, str] | None, readers: Sequence[Any]
@@ -187,6 +188,8 @@ class AnyVersions(abc.ABC):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
         self._check(source, in_place)
         with self._updating, SHORT_TURNS:
+            if self._is_closed:  # while the dense model was loaded, or another update ran
+                raise ServingError("update: session: got one that is closed, wanted an open one.")
             try:
                 old = self.current
                 opened = {} if source is None else open_update(self.name, source, old, self.key_bits)
@@ -198,7 +201,8 @@ class AnyVersions(abc.ABC):
                     reader.settle(self.current)
 
     def close(self, until: float | None) -> bool:
-        """Waits for an update that runs, until a time of `time.monotonic`; returns whether it has ended."""
+        """Refuses later updates, and waits for one until a time of `time.monotonic`; returns whether none runs."""
+        self._is_closed = True
         rest = rest_s(until)
         has_ended = self._updating.acquire(timeout=-1 if rest is None else rest)
         if has_ended:

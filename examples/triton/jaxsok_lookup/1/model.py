@@ -65,16 +65,15 @@ class TritonPythonModel:
             wanted = [name for name in self.outputs if name in (request.requested_output_names() or self.outputs)]
             tensors = {name: pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs}
             given = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
-            found = {}
             tables = [name.removesuffix(ENDING) for name in wanted if name.endswith(ENDING)]
             needed = list(self.session.models[self.model].inputs) if len(tables) < len(wanted) else []
-            if missing := [name for name in [*tables, *needed] if name not in given]:
+            if missing := [name for name in dict.fromkeys([*tables, *needed]) if name not in given]:
                 raise ValueError(f"jaxsok_lookup: inputs: got {list(given)}, wanted {missing} too.")
-            if tables:
-                rows = self.session.lookup({table: given[table] for table in tables}, self.model)
-                found |= {table + ENDING: rows[table] for table in tables}
-            if needed:
-                found |= self.session.predict({name: given[name] for name in needed}, self.model)
+            rows = predicted = None
+            while rows is None or (tables and needed and rows.version != predicted.version):  # an update came between
+                rows = self.session.lookup({table: given[table] for table in tables}, self.model) if tables else {}
+                predicted = self.session.predict({name: given[name] for name in needed}, self.model) if needed else {}
+            found = {**{table + ENDING: rows[table] for table in tables}, **predicted}
             return pb_utils.InferenceResponse(
                 [pb_utils.Tensor(name, np.ascontiguousarray(found[name])) for name in wanted]
             )
