@@ -6,6 +6,7 @@ them by partition and writes them. What does not fit into the queue waits until 
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -188,9 +189,9 @@ class Saving:
                 tables.write_tombstones(name, keys)
             tables.close()
         except BaseException as error:
-            tables.abandon()
             self.has_stopped = self._error is None
-            self._fail(error)
+            self._fail(error)  # first of all: `feed` may wait
+            tables.abandon()
             raise
         entries, report = tables.entries(), self.report
         report.num_rows = {name: entry["num_rows"] for name, entry in entries.items()}
@@ -387,10 +388,10 @@ class _Tables:
         return sum(entry["size"] for entry in (*self.done.values(), *(entry for _, entry in self.bloom.values())))
 
     def abandon(self) -> None:
-        for file in self.open.values():
-            file.abandon()
-        for file, _ in self.bloom.values():
-            file.close()
+        """Closes the files after an error; others may follow, as where the disk is full and a file still has bytes."""
+        for close in (*(file.abandon for file in self.open.values()), *(file.close for file, _ in self.bloom.values())):
+            with contextlib.suppress(Exception):
+                close()
 
 
 def admission_of(spec: StoreSpec, table: TableSpec) -> dict[str, Any] | None:

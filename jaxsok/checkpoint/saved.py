@@ -70,6 +70,19 @@ class Source:
                     f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '
                     f'"{self.folder}", wanted {entry["num_rows"]} of both; manifests of other saves were mixed.'
                 )
+            self._check_bloom(table)
+
+    def _check_bloom(self, table: str) -> None:
+        store, saved = self.store_of(table)
+        pieces = [piece for file in self._bloom_files([table]) for piece in file.entry["pieces"]]
+        wanted = max(map(sum, saved["bloom_segments"]))
+        for shard in range(1 if saved["is_replicated"] else self.manifest["num_shards"]) if wanted else ():
+            got = sum(size for _, size, _, number in pieces if number == shard)
+            if got < wanted:
+                raise CorruptFileError(
+                    f'{self.op}: "{self.folder}": bloom: got {got} bytes of the Bloom filter of store {store}, shard '
+                    f"{shard}, wanted {wanted}; manifests of other saves were mixed."
+                )
 
     def verify(self, tables: Sequence[str]) -> None:
         self.check(tables)
@@ -89,15 +102,8 @@ class Source:
 
     def bloom(self, table: str, shard: int) -> np.ndarray:
         """Reads the Bloom filter of a table's store."""
-        store, saved = self.store_of(table)
         parts = [words for file in self._bloom_files([table]) for words in file.words(shard)]
         words = np.concatenate([np.zeros(0, np.uint32), *parts])
-        wanted = max(map(sum, saved["bloom_segments"]))
-        if words.nbytes < wanted:
-            raise CorruptFileError(
-                f'{self.op}: "{self.folder}": bloom: got {words.nbytes} bytes of the Bloom filter of store {store}, '
-                f"shard {shard}, wanted {wanted}; manifests of other saves were mixed."
-            )
         return words
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:

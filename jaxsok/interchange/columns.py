@@ -93,6 +93,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     op, path = "read_parquet", pathlib.Path(path)
     pa, parquet = _arrow(op)
     size = _check_ends(op, path, _PARQUET, 12)
+    identity = files.identity_of(path)
     _check_footer(op, path, size)
 
     open_file = functools.partial(parquet.ParquetFile, path, page_checksum_verification=True, pre_buffer=False)
@@ -106,6 +107,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
         with open_file() as file:
+            files.require_same(op, path, path, identity)
             for group in range(metadata.num_row_groups):
                 try:
                     yield from file.iter_batches(at_once, row_groups=[group], columns=columns)
@@ -142,11 +144,13 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
     op, path = "read_arrow", pathlib.Path(path)
     pa, _ = _arrow(op)
     size = _check_ends(op, path, _ARROW, 18)
+    identity = files.identity_of(path)
     form, num_rows = _open_arrow(op, path, size)
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
+            files.require_same(op, path, path, identity)
             for number in range(file.num_record_batches):
                 try:
                     batch, metadata = file.get_batch_with_custom_metadata(number)

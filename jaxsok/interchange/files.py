@@ -251,7 +251,7 @@ class RawArray:
     _identity: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_identity", _identity_of(self.path) if self.path.exists() else ())
+        object.__setattr__(self, "_identity", identity_of(self.path) if self.path.exists() else ())
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
         if size != wanted:
             got = "the end of the file" if size < wanted else "more"
@@ -276,11 +276,9 @@ class RawArray:
         count = (stop - start) * math.prod(self.shape[1:])
         with self.path.open("rb") as file:
             numbers = np.fromfile(file, self.dtype, count, offset=self.byte_of(start))
-            if _identity_of(file.fileno()) != self._identity or numbers.size != count:
-                raise ValueError(
-                    f"{self.op}: {self.path}: got another file than when it was opened, or other contents, wanted the "
-                    "same; another process writes it: read it again."
-                )
+            require_same(self.op, self.path, file.fileno(), self._identity)
+        if numbers.size != count:
+            raise _another(self.op, self.path)
         return numbers.astype(self.dtype.newbyteorder("="), copy=False).reshape(-1, *self.shape[1:])
 
     def read_keys(self, start: int, stop: int) -> np.ndarray:
@@ -288,9 +286,23 @@ class RawArray:
         return keys_lib.from_words(keys_lib.to_words(self.read(start, stop), self.op))
 
 
-def _identity_of(file: pathlib.Path | int) -> tuple[int, ...]:
+def identity_of(file: pathlib.Path | int) -> tuple[int, ...]:
+    """Returns what changes if a file is replaced or written."""
     status = os.stat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def require_same(op: str, path: pathlib.Path, file: pathlib.Path | int, identity: tuple[int, ...]) -> None:
+    """Refuses a file, given as path or descriptor, that is not the one that had an identity."""
+    if identity_of(file) != identity:
+        raise _another(op, path)
+
+
+def _another(op: str, path: pathlib.Path) -> ValueError:
+    return ValueError(
+        f"{op}: {path}: got another file than when it was opened, or other contents, wanted the same; another process "
+        "writes it: read it again."
+    )
 
 
 def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
@@ -376,9 +388,14 @@ def spell_name(name: str) -> str:
 
 
 def names_of(
-    op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None, ending: str = ""
+    op: str,
+    collection: Collection,
+    tables: Sequence[str] | Mapping[str, str] | None,
+    ending: str = "",
+    *,
+    spell: Callable[[str], str] = spell_name,
 ) -> dict[str, str]:
-    """Returns each chosen table's name in files; refuses an unknown table, and two with the same file."""
+    """Returns each chosen table's name in files; refuses an unknown table, and two with the same file by `spell`."""
     every = [table.name for table in collection.tables]
     if isinstance(tables, str):
         raise TypeError(f"{op}: tables: got {tables!r}, wanted None, a list of names, or a mapping from them.")
@@ -389,7 +406,7 @@ def names_of(
             raise ValueError(f"{op}: tables: got {name!r}, wanted some of {every}.")
     seen: dict[str, str] = {}
     for table, name in chosen.items():
-        file = spell_name(name) + ending
+        file = spell(name) + ending
         other = seen.setdefault(file, table)
         if other != table:
             raise ValueError(

@@ -93,7 +93,7 @@ class Tensor:
           ValueError: chunks that do not cover the block, or that are no arrays of torch.
         """
         ranges = (*ranges, *((0, size) for size in self.shape[len(ranges) :]))
-        result, num_read = np.empty([end - begin for begin, end in ranges], self.dtype), 0
+        result, num_read, parts = np.empty([end - begin for begin, end in ranges], self.dtype), 0, []
         for offsets, (sizes, *place) in self.chunks.items():
             there, here = [], []
             for (begin, end), offset, size in zip(ranges, offsets, sizes, strict=True):
@@ -103,7 +103,11 @@ class Tensor:
             if count := math.prod(part.stop - part.start for part in here):
                 result[tuple(here)] = self._open(sizes, *place)[tuple(there)]
                 num_read += count
-        if num_read != result.size:
+                parts.append(here)
+        firsts = np.array([[part.start for part in here] for here in parts], np.int64)
+        lasts = np.array([[part.stop for part in here] for here in parts], np.int64)
+        share = (np.maximum(firsts[:, None], firsts) < np.minimum(lasts[:, None], lasts)).all(axis=-1)
+        if num_read != result.size or share.sum() != len(parts):  # each shares numbers with itself
             raise ValueError(
                 f'{self.op}: "{self.name}": got chunks with {num_read} numbers of the block {list(ranges)}, wanted '
                 f"{result.size}, each once; files are missing, or of another checkpoint."

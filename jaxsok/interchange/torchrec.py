@@ -90,7 +90,7 @@ def load(
       `state = torchrec.load(collection, state, "checkpoint", {"user": "t_user"}, step=500)`
     """
     op = "torchrec.load"
-    names = files.names_of(op, collection, tables)
+    names = files.names_of(op, collection, tables, spell=str)
     if step is not None:
         checks.integer(f"{op}: step", step, 0, 2**32 - 1, wanted="the number of updates so far")
     chunks, saved = {}, _open(op, folder, names.values())
@@ -262,8 +262,14 @@ def _open_dump(op: str, name: str, dumped: Sequence[tuple[int, int, pathlib.Path
         )
     parts, forms = [], set()
     for _, _, path in dumped:
-        if num_rows := files.rows_in(op, path, 8):
-            found = [path.with_name(path.name.replace("_emb_keys.", f"_{x}.")) for x in ("emb_values", *_STATE_FILES)]
+        found = [path.with_name(path.name.replace("_emb_keys.", f"_{x}.")) for x in ("emb_values", *_STATE_FILES)]
+        num_rows = files.rows_in(op, path, 8)
+        for file in found if num_rows == 0 else ():
+            if file.is_file() and (size := files.size_of(op, file)):
+                raise ValueError(
+                    f"{op}: {path}: byte 0: got the end of the file, wanted keys for {size} bytes of {file}."
+                )
+        if num_rows:
             others = [found[0], next((file for file in found[1:] if file.is_file()), found[1])]
             form = tuple(files.rows_in(op, other, 4 * num_rows) if other.is_file() else 0 for other in others)
             shapes = [(other, (num_rows, width)) for other, width in zip(others, form, strict=True) if width]

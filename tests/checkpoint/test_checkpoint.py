@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -263,6 +264,25 @@ def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
     with pytest.raises(FileNotFoundError):
         save.begin_save(saving, tmp_path / "absent").result()
+
+
+@pytest.mark.parametrize("how", ["export", "orbax"])
+def test_a_full_disk_ends_a_save_of_more_than_the_queue_holds(tmp_path, how):
+    """Closing a file after a failed write fails once more, and the thread that copies rows waits for room."""
+    collection = jaxsok.Collection([jaxsok.TableSpec("item", 4, optim.adam(0.1), capacity=16)], [])
+    rows = np.ones((20_000, 4), np.float32)
+    state = collection.import_table(collection.init(), "item", jaxsok.Records(np.arange(20_000, dtype=np.uint64), rows))
+    options, limits = {"host_bytes": 100_000, "piece_bytes": 5_000}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises((OSError, RuntimeError), match="too large"):
+            if how == "export":
+                checkpoint.export_full(tmp_path / "saved", collection, state, **options)
+            else:
+                save_to(tmp_path / "saved", collection, state, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "saved").exists()
 
 
 # What is saved alongside rows -----------------------------------------------------------------------------------------
@@ -622,7 +642,7 @@ def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
     assert_same(content(other, mine), before)
 
 
-@pytest.mark.parametrize("place", ["flipped", "gone", "cut"])
+@pytest.mark.parametrize("place", ["flipped", "gone", "cut", "of another store"])
 def test_a_damaged_bloom_filter_changes_nothing(tmp_path, place):
     """A filter is read last, but it is checked before rows of the state are removed."""
     admission = policies.AdmitByBloom(2, num_keys=50)
@@ -638,6 +658,27 @@ def test_a_damaged_bloom_filter_changes_nothing(tmp_path, place):
         os.truncate(path, path.stat().st_size - 4)
     before = content(collection, state)
     with pytest.raises(checkpoint.CorruptFileError, match=f'file ".*{path.name}", byte '):
+        restore(tmp_path / "saved", collection, state=state)
+    assert_same(content(collection, state), before)
+
+
+def test_a_bloom_filter_that_a_store_lacks_changes_nothing(tmp_path):
+    """A manifest with a valid checksum says that the filter is of another store."""
+    admission = policies.AdmitByBloom(2, num_keys=50)
+    tables = [jaxsok.TableSpec(name, dim, optim.sgd(0.1), capacity=64) for name, dim in (("item", 2), ("user", 3))]
+    collection = collection_of([dataclasses.replace(tables[0], admission=admission), tables[1]])
+    state = train(collection, collection.init(seed=3), 2)
+    save_to(tmp_path / "saved", collection, state)
+    file = tmp_path / "saved" / "manifest.json"
+    whole = json.loads(file.read_text())
+    whole.pop("checksum")
+    (entry,) = whole["bloom"]
+    entry["store"] = 1 - entry["store"]
+    file.write_text(manifest._seal(whole))
+    before = content(collection, state)
+    with pytest.raises(
+        checkpoint.CorruptFileError, match=r"bloom: got 0 bytes of the Bloom filter of store \d, shard 0"
+    ):
         restore(tmp_path / "saved", collection, state=state)
     assert_same(content(collection, state), before)
 

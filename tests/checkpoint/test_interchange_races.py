@@ -158,6 +158,19 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
         next(chunks)
 
 
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("num_rows", [2, 4, 40])
+def test_a_file_that_is_replaced_after_its_check(tmp_path, form, num_rows):
+    """`load` checks the files of all tables, then enters their rows: meanwhile another writer may come."""
+    write, path = getattr(columns, f"write_{form}"), tmp_path / f"user.{form}"
+    write(path, [make_records([7, 8], 2), make_records([9, 10], 2)])
+    checked = getattr(columns, f"read_{form}")(path)
+    assert checked.num_rows == 4 and sum(chunk.num_rows for chunk in checked) == 4
+    write(path, make_records(range(num_rows), 2), overwrite=True)
+    with pytest.raises(ValueError, match=f"read_{form}: {path}: got another file than when it was opened"):
+        list(checked)
+
+
 def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
     """The writer dies between two chunks."""
     write_all(tmp_path)

@@ -4,6 +4,7 @@ tests/golden/torchrec holds a table of every sharding type, in which each number
 real packages are skipped where torch, torchrec or fbgemm-gpu-cpu are missing.
 """
 
+import dataclasses
 import pathlib
 import pickle
 import shutil
@@ -22,7 +23,6 @@ ROWS, DIM = 5, 8
 ROWWISE, ADAGRAD = optim.rowwise_adagrad(0.1), optim.adagrad(0.1, 0.0, 1e-8, eps_in_sqrt=False)
 OPTIMIZERS = {"tw": optim.sgd(0.1), "rw": ROWWISE, "cw": ADAGRAD, "twrw": ADAGRAD, "dp": ADAGRAD, "seq": ROWWISE}
 NUMBERS = np.arange(ROWS)[:, None] + np.arange(DIM) / 16
-KEYS = np.arange(ROWS, dtype=np.uint64)
 
 
 def collection_of(optimizers, dim=DIM, **options):
@@ -78,10 +78,37 @@ def test_blocks_of_columns(table):
     is_whole(read(GOLDEN, table))
 
 
+def test_chunks_that_overlap_are_refused():
+    """One chunk covers what another lacks, so that the numbers are as many as wanted."""
+    tensor = torch_files.read_tensors("load", GOLDEN)["model.bags.embedding_bags.rw.weight"]
+    chunks = dict(sorted(tensor.chunks.items()))
+    row, column = list(chunks)[1]
+    chunks[row - 1, column] = chunks.pop((row, column))
+    with pytest.raises(
+        ValueError, match=r'rw.weight": got chunks with 40 numbers of the block .*, wanted 40, each once'
+    ):
+        dataclasses.replace(tensor, chunks=chunks).read()
+
+
+def test_names_that_differ_in_punctuation_alone(tmp_path):
+    """Two tables of a folder may be called so; each finds its own files."""
+    rows = np.arange(len(KEYS) * 3.0).reshape(-1, 3)
+    dump(tmp_path, "user-age", KEYS, rows)
+    dump(tmp_path, "user_age", KEYS, rows + 100)
+    collection = jaxsok.Collection(torchrec.declare(tmp_path), [])
+    state = torchrec.load(collection, collection.init(), tmp_path)
+    for name, wanted in (("user-age", rows), ("user_age", rows + 100)):
+        np.testing.assert_array_equal(collection.rows_of(state, name, KEYS)[0], wanted)
+
+
 def test_state_beyond_float32_is_refused():
     state = np.array([[1.0], [1e300]])
     saved = torchrec._Saved(
-        2, DIM, np.dtype(np.float32), {"momentum1": 1}, lambda *_: iter([(KEYS[:2], NUMBERS[:2], {"momentum1": state})])
+        2,
+        DIM,
+        np.dtype(np.float32),
+        {"momentum1": 1},
+        lambda *_: iter([(np.arange(2), NUMBERS[:2], {"momentum1": state})]),
     )
     chunks = torchrec._records("load", "table", saved, ROWWISE, None)
     with pytest.raises(ValueError, match='load: table "table": accumulator: got a number beyond the range of float32'):
@@ -330,6 +357,13 @@ def test_dumps_that_are_not_whole(tmp_path):
     file = tmp_path / "user_emb_values.rank_1.world_size_2"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match="got 8 bytes at the end, wanted a multiple of"):
+        torchrec.declare(tmp_path)
+    dump(tmp_path, "user", KEYS, rows)
+    file = tmp_path / "user_emb_keys.rank_1.world_size_2"
+    file.write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=f"{file}: byte 0: got the end of the file, wanted keys for 36 bytes of .*values"
+    ):
         torchrec.declare(tmp_path)
     dump(tmp_path, "user", np.array([2, 4, 4, 7]), np.ones((4, 3)))
     with pytest.raises(ValueError, match="key: got 4 a second time"):
