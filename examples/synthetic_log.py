@@ -180,7 +180,11 @@ def cached_bags(
     keys = "uniform" if is_uniform else "power-law"
     folder = cache_folder(cache_dir) / f"bags-v{_LOG_VERSION}-{num_rows}-rows-seed-{seed}-{keys}-{shape}"
     if not folder.exists():
-        write_bags(folder, num_rows, seed, table_rows=table_rows, bag_sizes=bag_sizes, is_uniform=is_uniform)
+        try:
+            write_bags(folder, num_rows, seed, table_rows=table_rows, bag_sizes=bag_sizes, is_uniform=is_uniform)
+        except OSError:
+            if not folder.exists():  # else another process has written it meanwhile
+                raise
     return folder
 
 

@@ -443,10 +443,13 @@ def _join_some(arrays: Sequence[Any], dtype: Any) -> Any:
 
 
 def join(arrays: Sequence[Any]) -> Any:
-    """Joins arrays; NumPy parts are joined on the host, so that one transfer carries them."""
+    """Joins arrays; NumPy parts are joined on the host, so that one transfer carries them.
+
+    A single one is copied, too: it may be the caller's, who may fill it again while a device still reads it.
+    """
     if any(isinstance(array, jax.Array) for array in arrays):
         return jnp.concatenate([jnp.asarray(array) for array in arrays])
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return np.concatenate(arrays)
 
 
 def _read(spec: FeatureSpec, value: Any) -> Part:

@@ -40,7 +40,7 @@ from jaxsok import processes
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
-from jaxsok.features import NO_FEATURES, Batch, FeatureLayout, Features
+from jaxsok.features import NO_FEATURES, Bags, Batch, FeatureLayout, Features
 from jaxsok.growth import GrowthTracker
 from jaxsok.pack import Begun, HostBatch, Packer, Packing, PadTo
 from jaxsok.plan import Loads, Plan
@@ -169,8 +169,7 @@ class _Stages:
         elif self._begun is not None:
             packed = packer.complete(self._begun)
             # The reader may fill its own arrays again before the batch is handed out.
-            copies = {name: np.array(value) for name, value in packed.rest.items() if isinstance(value, np.ndarray)}
-            self._packed = dataclasses.replace(packed, rest=packed.rest | copies) if copies else packed
+            self._packed = dataclasses.replace(packed, rest=_copy_arrays(packed.rest))
             self._raw, self._begun = (), None
         elif self._raw or self._read(pipeline):
             self._state = pipeline._state_of_batches()
@@ -609,6 +608,17 @@ class Pipeline:
         size = max(least, rounded_capacity(int(load * HEADROOM)))
         self._in_use[s].add(size)
         return size
+
+
+def _copy_arrays(value: Any) -> Any:
+    """Copies the NumPy arrays of a value, also in bags and containers; other leaves stay."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Bags):
+        return Bags(**{field.name: _copy_arrays(getattr(value, field.name)) for field in dataclasses.fields(value)})
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_arrays, value))
+    return {name: _copy_arrays(each) for name, each in value.items()} if type(value) is dict else value
 
 
 def _form_of(tree: Batch | Plan, first_axis: int = 0) -> tuple:

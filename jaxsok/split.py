@@ -260,7 +260,9 @@ def _place(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) 
     elif isinstance(array, jax.Array):
         sharding = array.sharding
     else:
-        return jax.device_put(array, shards.split)
+        return jax.device_put(
+            array.copy(), shards.split
+        )  # devices may read it where it lies, and the caller fill it again
     first = sharding.spec[0] if isinstance(sharding, NamedSharding) and len(sharding.spec) else None
     names = (first,) if isinstance(first, str) else tuple(first or ())
     if names and names != shards.axis:

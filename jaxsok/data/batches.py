@@ -180,7 +180,31 @@ def iterate(
         if not flags.FLAGS.is_parsed():  # Grain reads its own, also in a program that has none
             flags.FLAGS.mark_as_parsed()
         read = read.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=num_ahead))
-    return iter(read)
+        return iter(read)
+    return _ReadAgain(iter(read))
+
+
+class _ReadAgain(grain.DatasetIterator):
+    """Reads a batch again that could not be read; Grain's own iterator leaves it out, and its state names others."""
+
+    def __init__(self, read: grain.DatasetIterator):
+        super().__init__(read)
+        self._read = read
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._read)
+        except StopIteration:
+            raise
+        except BaseException:  # also after Ctrl-C
+            self.set_state(self.get_state())
+            raise
+
+    def get_state(self) -> Any:
+        return self._read.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._read.set_state(state)
 
 
 class PackBatch(grain.transforms.Map):

@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -70,14 +70,15 @@ class TextSource(BlockSource):
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence[str | os.PathLike]):
-        for path in _paths_of(paths):
+        paths = _paths_of("TextSource", paths)
+        for path in paths:
             if _is_gzip(path):
                 raise ValueError(
                     f"TextSource: {path}: got a file compressed with gzip, wanted text; see criteo.convert."
                 )
         self._places: list[tuple[_Block, int]] = []  # each without its text, whose size follows
         counts: list[int] = []
-        for block in _blocks_of(_paths_of(paths)):
+        for block in _blocks_of(paths):
             self._places.append((block._replace(text=b""), len(block.text)))
             counts.append(block.text.count(b"\n") + (not block.text.endswith(b"\n")))
         super().__init__(counts)
@@ -210,7 +211,7 @@ def convert(
     Args:
       paths: the files, in order. All of them have labels, or none has.
       folder: where to; the three files appear when they are complete, in place of those of their names. A log without
-        samples makes no files.
+        samples makes no files, and leaves those of another.
       max_rows: the most rows to convert; None: all.
       num_threads: threads that parse.
 
@@ -219,7 +220,8 @@ def convert(
 
     Raises:
       LogFormatError: a row is not in the format, or a file ends in the middle of its gzip stream; nothing is written.
-      ValueError: `max_rows` or `num_threads` out of range.
+      ValueError: no paths; `max_rows` or `num_threads` out of range.
+      FileExistsError: the folder has bags of another log.
 
     Cost:
       About 3.5 µs of processor time a row of plain text, 5 µs with gzip; 264 bytes of disk.
@@ -227,13 +229,15 @@ def convert(
     checks.integer("convert: num_threads", num_threads, 1)
     if max_rows is not None:
         checks.integer("convert: max_rows", max_rows, 0)
-    folder = pathlib.Path(folder)
+    paths, folder = _paths_of("convert", paths), pathlib.Path(folder)
     is_new = not folder.exists()
+    if (bags := folder / "day_0_sparse_multi_hot.npz").exists():  # which `binary_source` would read with the new labels
+        raise FileExistsError(f"convert: folder: got {bags}, bags of another log, wanted a folder without it.")
     writers: dict[str, _NpyWriter] = {}
     num_rows = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for columns in _parse_blocks(_paths_of(paths), num_threads):
+        for columns in _parse_blocks(paths, num_threads):
             left = len(columns["integers"]) if max_rows is None else max_rows - num_rows
             sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
             arrays = {"dense": columns["integers"], "sparse": sparse}
@@ -246,7 +250,9 @@ def convert(
             num_rows += len(sparse[:left])
             if num_rows == max_rows:
                 break
-        for name in {"dense", "sparse", "labels"} - writers.keys():  # of a log that was converted before
+        for name in (
+            {"dense", "sparse", "labels"} - writers.keys() if writers else ()
+        ):  # of a log that was converted before
             (folder / f"day_0_{name}.npy").unlink(missing_ok=True)
         for writer in reversed(writers.values()):  # `binary_source` looks for the first one
             writer.finish(num_rows)
@@ -286,8 +292,11 @@ class _NpyWriter:
         self._partial.unlink(missing_ok=True)
 
 
-def _paths_of(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
-    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+def _paths_of(op: str, paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
+    found = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if not found:
+        raise ValueError(f"{op}: paths: got none, wanted at least one file.")
+    return found
 
 
 def _is_gzip(path: str) -> bool:

@@ -58,7 +58,7 @@ def test_wrong_records_leave_no_file(tmp_path, message):
 def test_rows_of_two_writers_are_not_read_together(tmp_path, monkeypatch):
     """Another process replaces a table by as many rows, at any instant of reading: one is read, or it is refused."""
     old, new = (Records(np.arange(9, dtype=np.uint64)[::step], np.full((9, 2), step, np.float32)) for step in (1, -1))
-    identity_of, seen = files._identity_of, set()
+    identity_of, seen = files.identity_of, set()
     for instant in range(12):
         hps.write_hps(tmp_path / "user", old, overwrite=True)
         calls = []
@@ -71,7 +71,7 @@ def test_rows_of_two_writers_are_not_read_together(tmp_path, monkeypatch):
             return found
 
         with monkeypatch.context() as patched:
-            patched.setattr(files, "_identity_of", count)
+            patched.setattr(files, "identity_of", count)
             try:
                 chunks = list(hps.read_hps(tmp_path / "user", dim=2, chunk_rows=4))
             except ValueError as error:

@@ -315,7 +315,28 @@ def test_wrong_arguments_of_convert_are_refused(tmp_path):
     for options in ({"max_rows": -1}, {"num_threads": 0}):
         with pytest.raises(ValueError, match=f"convert: {next(iter(options))}: got"):
             criteo.convert(tmp_path / "log", tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="convert: paths: got none, wanted at least one file"):
+        criteo.convert(tmp_path.glob("*.gz"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_conversions_that_would_spoil_another_one(tmp_path):
+    """An empty log leaves the files of another one. Bags of another log would be read with new labels."""
+    rows = _synthetic_fields(10)
+    (tmp_path / "log").write_bytes(_to_text(rows))
+    (tmp_path / "empty").write_bytes(b"")
+    criteo.convert(tmp_path / "log", tmp_path / "out")
+    assert criteo.convert(tmp_path / "empty", tmp_path / "out") == 0
+    _assert_reads(criteo.binary_source(tmp_path / "out"), rows)
+    (tmp_path / "out" / "day_0_sparse_multi_hot.npz").write_bytes(b"")
+    with pytest.raises(FileExistsError, match=r"folder: got .*multi_hot\.npz, bags of another log"):
+        criteo.convert(tmp_path / "log", tmp_path / "out")
+
+
+def test_paths_of_any_kind(tmp_path):
+    rows = _synthetic_fields(10)
+    (tmp_path / "log").write_bytes(_to_text(rows))
+    assert len(criteo.TextSource(tmp_path.glob("log"))) == 10
 
 
 def test_a_conversion_replaces_the_one_before(tmp_path):

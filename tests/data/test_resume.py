@@ -14,7 +14,7 @@ import pytest
 
 import jaxsok
 from jaxsok import checkpoint
-from jaxsok.data import ArrowSource, Batches, iterate
+from jaxsok.data import ArraySource, ArrowSource, Batches, iterate
 
 BATCH_SIZE, NUM_BATCHES = 32, 5
 TABLES = [jaxsok.TableSpec(name, 4, jaxsok.optim.adagrad(0.1), capacity=64) for name in ("user", "tag")]
@@ -180,3 +180,30 @@ def test_the_state_belongs_to_the_batch_handed_out():
             states.append(pipeline.get_state())
     assert states == [0, 1, 2, 3, 4]
     assert pipeline.get_state() == 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_batch_that_could_not_be_read_comes_in_the_next_loop(prefetch):
+    """Grain reads batches ahead and would leave those out that failed; its state would name others."""
+    is_away = True
+
+    class Source(ArraySource):
+        def take(self, positions):
+            if is_away and positions.stop > 12:
+                raise OSError("the disk is away")
+            return super().take(positions)
+
+    reader = iterate(Batches(Source({"user": np.arange(40)}), 4, process_index=0, process_count=1))
+    pipeline, firsts = jaxsok.Collection(TABLES[:1], FEATURES[:1]).pipeline(reader, prefetch=prefetch), []
+
+    def run():
+        for batch, _ in pipeline:
+            firsts.append(int(np.asarray(batch.features.keys("user"))[0, 0]))
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is away"):
+            run()
+        assert firsts == [0, 4, 8] and pipeline.get_state() == {"next_index": 3}
+    is_away = False
+    run()
+    assert firsts == list(range(0, 40, 4)) and pipeline.get_state() == {"next_index": 10}

@@ -188,6 +188,52 @@ def test_a_reader_may_use_its_arrays_again(num_shards, prefetch):
     assert read == [({i}, {i}) for i in range(12)]
 
 
+@pytest.mark.parametrize("other", ["big-endian", "inverse", "of a device"])
+@pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
+def test_a_reader_may_use_the_arrays_again_that_numpy_packs(num_shards, other):
+    """A feature that the threads do not pack leaves the whole batch to NumPy, and devices may read its arrays late."""
+    items = np.arange(64)
+    given = {
+        "big-endian": items.astype(">i8"),
+        "inverse": jaxsok.Bags(items, lengths=np.ones(64, np.int64), inverse=items),
+        "of a device": jax.numpy.asarray(jaxsok.keys.to_words(items)),
+    }[other]
+    aligned = np.empty(64 + 8, np.int64)
+    aligned = aligned[(-aligned.ctypes.data % 64) // 8 :][:64]  # JAX keeps such memory without a copy
+    weights = np.empty(64, np.float32)
+
+    def raws():
+        for i in range(8):
+            aligned[:] = weights[:] = i
+            yield {"user": jaxsok.Bags(aligned, weights=weights), "item": given}
+
+    tables = [jaxsok.TableSpec(name, dim, jaxsok.optim.sgd(0.1)) for name, dim in (("user", 4), ("item", 8))]
+    features = [jaxsok.FeatureSpec("user", "user", combiner="sum", weighted=True), jaxsok.FeatureSpec("item", "item")]
+    declared = (
+        jaxsok.Collection(tables, features) if num_shards is None else programs.over(num_shards, tables, features)
+    )
+    batches = [declared.batch(raw) for raw in raws()]
+    assert [set(np.asarray(b.features.keys("user"))[:, 0]) for b in batches] == [{i} for i in range(8)]
+    weights_of = [store.weights for batch in batches for store in batch.features.stores if store.weights is not None]
+    assert [set(np.asarray(found)) for found in weights_of] == [{i} for i in range(8)]
+
+
+def test_a_reader_may_use_nested_arrays_again():
+    """Entries that are no features are kept as they come, with copies of their arrays."""
+    label, context, other = np.empty(4, np.float32), np.empty(4), np.empty(4, np.int64)
+
+    def raws():
+        for i in range(6):
+            label[:] = context[:] = other[:] = i
+            yield {"user": np.arange(4), "y": (label, [context]), "x": {"b": context}, "z": jaxsok.Bags(other)}
+
+    table, feature = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1)), jaxsok.FeatureSpec("user", "user")
+    for i, (batch, _) in enumerate(jaxsok.Collection([table], [feature]).pipeline(raws(), prefetch=2)):
+        (given_label, (given_context,)), nested, bags = batch["y"], batch["x"], batch["z"]
+        for array in (given_label, given_context, nested["b"], bags.keys):
+            assert set(np.asarray(array)) == {i}
+
+
 @pytest.mark.parametrize("prefetch", [0, PACKED_AHEAD])
 @pytest.mark.parametrize("num_shards", [None, NUM_SHARDS])
 def test_nothing_reads_the_iterator_after_a_break(num_shards, prefetch):

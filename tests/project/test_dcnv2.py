@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 
@@ -159,6 +160,23 @@ def test_files_that_fail_leave_nothing(tmp_path, monkeypatch):
         patched.setattr(synthetic_log, "_draw_labels", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         synthetic_log.write_bags(tmp_path / "bags", 10)
     assert not list(tmp_path.iterdir())
+
+
+def test_bags_that_two_processes_write_at_once(tmp_path, monkeypatch):
+    """The second one finds the folder of the first at the end, and takes it."""
+    arguments = {"cache_dir": tmp_path, "table_rows": [5] * 26, "bag_sizes": [1] * 26}
+    replace = os.replace
+
+    def late(partial, folder):
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+        assert synthetic_log.cached_bags(10, **arguments) == folder
+        replace(partial, folder)
+
+    monkeypatch.setattr(os, "replace", late)
+    folder = synthetic_log.cached_bags(10, **arguments)
+    assert len(criteo.binary_source(folder)) == 10
+    assert [path for path in tmp_path.rglob("*") if path.is_dir() and path != folder.parent] == [folder]
 
 
 # -------------------------------------------------------------------------------------------------------------- model
