@@ -72,7 +72,7 @@ def assign(
     """Sets rows; see `Collection.assign`."""
     found, words = resolve("assign", collection, state, table), _words("assign", keys)
     keys_lib.require_unmasked("assign", rows=rows)
-    rows = rows if isinstance(rows, jax.Array) else np.asarray(rows)
+    rows = rows if isinstance(rows, jax.Array) else np.array(rows)  # a copy, as of `_words`
     wanted = (words.shape[0], found.spec.dim)
     if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.shape != wanted:
         raise ValueError(f"assign: rows: got {rows.dtype}{list(rows.shape)}, wanted floats{list(wanted)}.")
@@ -498,7 +498,8 @@ def _words(op: str, keys: Any) -> Any:
     words = keys_lib.words_of(keys, "int64", op)
     if words.ndim != 2:
         raise ValueError(f"{op}: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
-    return words
+    # A copy: programs on a CPU read NumPy arrays where they lie, and the caller may fill them again before that.
+    return words.copy() if isinstance(words, np.ndarray) else words
 
 
 def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:

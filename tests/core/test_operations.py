@@ -587,6 +587,37 @@ def test_nothing_is_copied_between_steps(way, num_shards):
     assert np.asarray(collection.contains(state, "a", keys)).all()
 
 
+def aligned(shape, dtype):
+    """Returns an empty array of memory that JAX would keep without a copy."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_arrays_of_the_caller_may_be_filled_again_after_a_call(num_shards):
+    """A program on a CPU may begin after the call has returned, and reads NumPy arrays where they lie."""
+    size, num_calls = 4096, 4
+    collection = collection_of("sharded" if num_shards > 1 else "one", num_shards, capacity=size * num_calls * 2)
+    keys, rows, state = aligned((size,), np.uint64), aligned((size, DIM), np.float32), collection.init()
+    for number in range(num_calls):
+        keys[:], rows[:] = np.arange(size) + number * size, number
+        state, _, _ = collection.assign(state, "a", keys, rows)
+        keys[:], rows[:] = 7, -1
+    exported = collection.export_table(state, "a")
+    order = np.argsort(exported["keys"])
+    np.testing.assert_array_equal(exported["keys"][order], np.arange(size * num_calls))
+    np.testing.assert_array_equal(exported["rows"][order, 0], np.repeat(np.arange(num_calls), size))
+    results = []
+    for call in (collection.contains, collection.rows_of, collection.erase):
+        keys[:] = np.arange(size)
+        results.append(call(state, "a", keys))
+        keys[:] = size * num_calls
+    is_there, (found, _), (_, num_erased) = results
+    assert is_there.all() and (found == 0).all() and num_erased == size
+
+
 RECORDS = random_records(np.random.default_rng(0), [1, 2, 3])
 
 
