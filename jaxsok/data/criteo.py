@@ -211,7 +211,7 @@ def convert(
     Args:
       paths: the files, in order. All of them have labels, or none has.
       folder: where to; the three files appear when they are complete, in place of those of their names. A log without
-        samples makes no files, and leaves those of another.
+        samples makes no files, and takes those of another away.
       max_rows: the most rows to convert; None: all.
       num_threads: threads that parse.
 
@@ -250,9 +250,7 @@ def convert(
             num_rows += len(sparse[:left])
             if num_rows == max_rows:
                 break
-        for name in (
-            {"dense", "sparse", "labels"} - writers.keys() if writers else ()
-        ):  # of a log that was converted before
+        for name in {"dense", "sparse", "labels"} - writers.keys():  # of a log that was converted before
             (folder / f"day_0_{name}.npy").unlink(missing_ok=True)
         for writer in reversed(writers.values()):  # `binary_source` looks for the first one
             writer.finish(num_rows)
