@@ -283,8 +283,8 @@ class Pipeline:
 
         Raises:
           TypeError: for these two options; a step of them is jitted without the pipeline.
-          ValueError: when called with lookups ahead on a mesh, if `donate_argnums` names the plan: it holds plans of
-            batches to come, which the next step would find deleted.
+          ValueError: when called with lookups ahead on a mesh, if an argument with the plan is donated: it holds plans
+            of batches to come, which the next step would find deleted.
 
         Example:
           >>> import jaxsok
@@ -310,6 +310,7 @@ class Pipeline:
             return alone
         self._joins = True
         donated = _numbers(donate_argnums)
+        donated_of = _donated_by(step, donated or (), options.get("donate_argnames") or ())
         moved = {"donate_argnums": _moved(donated), "static_argnums": _moved(_numbers(static_argnums))}
 
         @functools.cache
@@ -318,13 +319,11 @@ class Pipeline:
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for number in donated or ():
-                plan = args[number] if -len(args) <= number < len(args) else None
-                if isinstance(plan, Plan) and plan.following:
-                    raise ValueError(
-                        f"pipeline.jit: donate_argnums: got {number}, a plan with lookups ahead, wanted other "
-                        "arguments: it holds the plans of batches to come, whose memory a step must leave them."
-                    )
+            if self._ahead.num_batches and _has_following(donated_of(args, kwargs)):
+                raise ValueError(
+                    "pipeline.jit: donate_argnums, donate_argnames: got an argument with a plan with lookups ahead, "
+                    "wanted others: it holds the plans of batches to come, whose memory a step must leave them."
+                )
             left, current = self._left, self._handed_out
             is_traced = mesh_of_thread() is None  # within another program there is nothing to plan
             if current is None or is_traced or (left is not None and left.structure != current.structure):
@@ -672,6 +671,29 @@ def _following_in_calls(shards: Shards, plan: Plan, next_plan: Plan) -> Plan:
 
 def _is_in_one_round(plan: Plan) -> bool:
     return all(getattr(asked, "listed", None) is None for asked in plan.asked or ())
+
+
+def _donated_by(step: Callable, numbers: Sequence[int], names: str | Sequence[str]) -> Callable[[tuple, dict], list]:
+    """Returns what finds the donated arguments of a call, by number or by name, as `jax.jit` does."""
+    try:
+        parameters = list(inspect.signature(step).parameters)
+    except (TypeError, ValueError):  # it has no signature that Python knows
+        parameters = []
+    given = {names} if isinstance(names, str) else {*names}
+    by_name = given | {parameters[number] for number in numbers if -len(parameters) <= number < len(parameters)}
+    by_number = {*numbers} | {parameters.index(name) for name in given & {*parameters}}
+
+    def find(args: tuple, kwargs: dict) -> list:
+        positional = [args[number] for number in by_number if -len(args) <= number < len(args)]
+        return positional + [value for name, value in kwargs.items() if name in by_name]
+
+    return find
+
+
+def _has_following(tree: Any) -> bool:
+    """Returns whether one of the plans in lists, tuples and dicts has those of batches to come."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: not isinstance(node, list | tuple | dict))
+    return any(isinstance(node, Plan) and bool(node.following) for node in nodes)
 
 
 def _numbers(given: int | Sequence[int] | None) -> tuple[int, ...] | None:

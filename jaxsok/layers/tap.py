@@ -23,7 +23,7 @@ Taps = Mapping[str, Array]
 """Zeros of the shape and dtype of each feature's embedding in one lookup."""
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def attach_taps(embeddings: Embeddings, taps: Taps) -> Embeddings:
     """Returns the embeddings; their gradient goes to the taps.
 
@@ -40,8 +40,10 @@ def attach_taps(embeddings: Embeddings, taps: Taps) -> Embeddings:
     return dict(embeddings)
 
 
-# The embeddings are no argument of the differentiated function, so their gradient is not needed.
-attach_taps.defvjp(lambda embeddings, taps: (dict(embeddings), None), lambda _, gradients: (None, gradients))
+@attach_taps.defjvp
+def _attach_taps_jvp(primals: Any, tangents: Any) -> tuple[Embeddings, Embeddings]:
+    # The embeddings are no argument of the differentiated function. Derivatives of any order go through the taps.
+    return attach_taps(*primals), dict(tangents[1])
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
@@ -56,9 +58,14 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
         for layout in part.layouts:
             num_lines, *others = layout.embedding_shape
             shape = (num_lines * (features.num_parts if is_global else 1), *others, spec.dim)
-            # On a mesh, outside jit made where they belong; inside, if it is explicit, of the embeddings' type.
+            # On a mesh, outside jit made where they belong; inside, of the embeddings' type.
             zeros = jnp.zeros(shape, spec.embedding_dtype, device=shards.place(len(shape)) if is_global else None)
-            taps[layout.name] = shards.reshard(shards.spec, zeros) if is_global else zeros
+            if is_global:
+                zeros = shards.reshard(shards.spec, zeros)
+            elif shards.is_mesh:  # inside shard_map, which tells values that vary over an axis from others
+                axes = {*shards.axis, *jax.typeof(part.keys).manual_axis_type.varying}
+                zeros = jax.lax.pcast(zeros, tuple(axes), to="varying")
+            taps[layout.name] = zeros
     return taps
 
 

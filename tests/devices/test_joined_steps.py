@@ -1,6 +1,7 @@
 """`Pipeline.jit`: a step that makes the plan of a later batch changes no bit, and the host plans nothing by itself."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -194,14 +195,27 @@ def test_a_step_may_be_given_the_memory_of_its_plan():
 
 
 @pytest.mark.parametrize("ahead", [{"lookahead": 1}, {"staleness": 1}])
-def test_a_step_may_not_be_given_the_memory_of_plans_to_come(ahead):
+@pytest.mark.parametrize("spelling", ["number", "negative", "name", "names", "keyword", "nested"])
+def test_a_step_may_not_be_given_the_memory_of_plans_to_come(ahead, spelling):
     """With lookups ahead a plan holds those of the batches that follow, which later steps get."""
     raws, declared = [bags_of_three(step) for step in range(7)], rectangular()
     state, pipeline = declared.init(seed=3), declared.pipeline(raws, **ahead)
-    step = pipeline.jit(step_of(declared, []), donate_argnums=(0, 1))
+    one_step, options = step_of(declared, []), {"donate_argnums": (0, 1)}
+    function = one_step
+    if spelling == "nested":
+        function = lambda state, given: one_step(state, given["plans"][0])  # noqa: E731
+    if spelling == "negative":
+        options = {"donate_argnums": -1}
+    if spelling in ("name", "names"):
+        name = list(inspect.signature(one_step).parameters)[1]
+        options = {"donate_argnames": name if spelling == "name" else [name]}
+    step = pipeline.jit(function, **options)
     (_, plan), *_ = pipeline
-    with pytest.raises(ValueError, match="donate_argnums: got 1, a plan with lookups ahead"):
-        step(state, plan)
+    with pytest.raises(ValueError, match="donate_argnums, donate_argnames: got an argument with a plan with lookups"):
+        if spelling == "keyword":
+            step(state, **{list(inspect.signature(one_step).parameters)[1]: plan})
+        else:
+            step(state, {"plans": [plan]} if spelling == "nested" else plan)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, plan)))
 
 
