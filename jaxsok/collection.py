@@ -576,7 +576,8 @@ class Collection:
 
         Returns:
           The state, how many keys were new, and how many were refused because their shard was full, a repeated key each
-          time: call `grow` first, which keeps room for so many keys more once it has seen a call. `import_table` makes
+          time: call `grow(state, num_keys)` first. `grow(state, batch)` keeps room for the keys of an `assign` within
+          a jitted step, once it has seen the step traced, but not for those of others. `import_table` makes
           room by itself. If some are refused, keys that wait for admission get rows first, then others, each in their
           order.
 
@@ -754,7 +755,7 @@ class Collection:
           chunks: `Records`, or several, one after the other; of chunks that have a key in common the last one counts.
             Rows of another float dtype are converted, to 16 bits by rounding to nearest, float64 to float32 first.
             Optimizer state goes by name; what the records lack stays as it is, and is initial for new rows. So do
-            statistics, except the last step; they are passed over where the table keeps none.
+            statistics, except the last step; they come together, and are passed over where the table keeps none.
           num_rows: how many rows will come, if that is known: room is made at once, as far as the store may grow.
           reset_state: whether optimizer state that the records lack is set to its initial value for existing rows, too.
           clock: the `last_step` of rows whose records have none, a uint32 scalar; None: `state.step`.
@@ -1100,6 +1101,12 @@ def clip_by_global_norm(
     check_scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.core.Tracer) and not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
+    for leaf in jax.tree.leaves(dense):
+        if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact):
+            raise TypeError(
+                f"clip_by_global_norm: dense: got a leaf of {jnp.asarray(leaf).dtype}, wanted floats: integers "
+                "that are scaled down would become zeros."
+            )
     of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
     norm = norms_lib.tree_norm([*of_rows, norms_lib.tree_norm(dense)])
     return norms_lib.clip(gradients, norm, max_norm), norm

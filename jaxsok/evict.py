@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, UInt8, UInt32
 
 from jaxsok import annotations, processes, table as table_lib
 from jaxsok.kernels import evict as kernels
-from jaxsok.policies import Eviction, RowFacts
+from jaxsok.policies import Eviction, RowFacts, check_judged
 from jaxsok.records import Records
 from jaxsok.rows import RowLines, RowSlab, numbers_in_host_memory, slabs_of
 from jaxsok.shards import ONE_DEVICE, Shards, parts_of, read_on_host, without_mesh
@@ -105,7 +105,9 @@ def _select_part(
     for slab in slabs_of(spec, store, seed):
         num_rows, start = slab.size, slab.start
         stays = None if is_used is None else is_used[start : start + num_rows]
-        judged = _judge(slab, clock, lambda facts: _check_judged(policy, judge(facts), facts.keys.shape[0]))
+        judged = _judge(
+            slab, clock, lambda facts: check_judged("evict: policy", policy, judge(facts), facts.keys.shape[0])
+        )
         if policy.has_score:
             words = _score_above_others(stays, judged)
             scores = scores or [[] for _ in words]
@@ -157,21 +159,6 @@ def _score_above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...
     if len(words) == 1:  # the kernel takes two words at most: this order is exact, that of two words only nearly
         return stays.astype(jnp.uint32), *words
     return tuple(jnp.where(stays, jnp.uint32(0xFFFFFFFF), word) for word in words)
-
-
-def _check_judged(policy: Eviction, judged: Any, num_rows: int) -> tuple[Array, ...]:
-    """Checks scores or marks, which may be the user's own; returns one or two arrays of scores, or a mask of bytes."""
-    words = judged if policy.has_score and isinstance(judged, tuple) else (judged,)
-    what, wanted, more = "", f"bool[{num_rows}]", ""
-    if policy.has_score:
-        what, wanted, more = "scores ", f"uint32[{num_rows}]", ", or two of them"
-    for word in words:
-        got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
-        if got != wanted:
-            raise TypeError(f"evict: policy: got {what}{got} of {policy!r}, wanted {wanted}{more}.")
-    if not 1 <= len(words) <= 2:
-        raise TypeError(f"evict: policy: got {len(words)} scores of {policy!r}, wanted {wanted}, or two.")
-    return words if policy.has_score else (judged.astype(jnp.uint8),)
 
 
 def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:

@@ -217,7 +217,7 @@ class Features:
         return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
-        """Marks the keys of a feature that are no padding: `[num_keys]`, or `[num_bags, hotness]` if padded.
+        """Marks the keys of a feature that are no padding: `[num_keys]`, or `[num_bags, hotness]` if padded to several.
 
         Keys `[[7, 9], [3, PADDING_KEY]]` give `[[True, True], [True, False]]`.
         """

@@ -55,9 +55,13 @@ def ones() -> Initializer:
     return Initializer(0, 1.0)
 
 
+def _float32(what: str, value: Any, low: float = -checks.LARGEST_FLOAT32) -> float:
+    return checks.number(what, value, low, checks.LARGEST_FLOAT32)
+
+
 def constant(value: float) -> Initializer:
     """Every column `value`."""
-    return Initializer(0, float(checks.number("initializers.constant: value", value)))
+    return Initializer(0, float(_float32("initializers.constant: value", value)))
 
 
 def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
@@ -66,8 +70,9 @@ def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
     Raises:
       ValueError: not finite, or `low > high`.
     """
-    checks.number("initializers.uniform: low", low)
-    checks.number("initializers.uniform: high", high)
+    _float32("initializers.uniform: low", low)
+    _float32("initializers.uniform: high", high)
+    _float32("initializers.uniform: high - low", high - low)
     if low > high:
         raise ValueError(f"initializers.uniform: low: got {low} above high = {high}; swap them.")
     return Initializer(1, float(low), float(high))
@@ -78,8 +83,8 @@ def normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
 
     Source: the quantile function AS 241 (Wichura 1988) of a 23-bit uniform, so no value lies beyond 5.3 deviations.
     """
-    checks.number("initializers.normal: mean", mean)
-    checks.number("initializers.normal: stddev", stddev, 0, wanted="at least 0")
+    _float32("initializers.normal: mean", mean)
+    _float32("initializers.normal: stddev", stddev, low=0)
     return Initializer(2, float(mean), float(stddev))
 
 
@@ -92,8 +97,8 @@ def truncated_normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
       >>> uniform(-1.0, 1.0), normal(0.1).b, truncated_normal(0.1).kind
       (Initializer(kind=1, a=-1.0, b=1.0), 0.1, 3)
     """
-    checks.number("initializers.truncated_normal: mean", mean)
-    checks.number("initializers.truncated_normal: stddev", stddev, 0, wanted="at least 0")
+    _float32("initializers.truncated_normal: mean", mean)
+    _float32("initializers.truncated_normal: stddev", stddev, low=0)
     return Initializer(3, float(mean), float(stddev))
 
 
@@ -114,7 +119,7 @@ def fan_in(
       >>> fan_in(3.0).for_dim(4)
       Initializer(kind=1, a=-1.5, b=1.5)
     """
-    checks.number("initializers.fan_in: scale", scale, 0, wanted="at least 0")
+    _float32("initializers.fan_in: scale", scale, low=0)
     wanted = '"uniform", "normal" or "truncated_normal"'
     checks.one_of("initializers.fan_in: distribution", distribution, ("uniform", "normal", "truncated_normal"), wanted)
     deviation = math.sqrt(scale)

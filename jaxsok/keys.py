@@ -66,7 +66,7 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     )
 
 
-def require_unmasked(what: str, **arrays: Any) -> None:
+def require_unmasked(what: str, /, **arrays: Any) -> None:
     """Refuses NumPy's masked arrays, whose hidden elements would be taken for the others."""
     for name, array in arrays.items():
         if isinstance(array, np.ma.MaskedArray):

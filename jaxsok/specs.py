@@ -143,8 +143,8 @@ class HostMemory:
     """Puts rows and optimizer state of a table in host memory, with a cache of some rows on each device.
 
     Index, keys and statistics stay on the device. A call brings the rows that it uses into the cache, in place of those
-    that were not used for longest; what does not fit there is staged for the call alone. Results have the same bits as
-    those of a table on the device. On a CPU all of this is ordinary memory.
+    whose use before the last one is the oldest; what does not fit there is staged for the call alone. Results have the
+    same bits as those of a table on the device. On a CPU all of this is ordinary memory.
 
     Raises:
       ValueError: when declared; the message names the argument.
@@ -293,6 +293,8 @@ class TableSpec:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or type(value) is kind):
                 raise TypeError(f"{what}: {name}: got {value!r}, wanted None or one of jaxsok.policies.")
+        if self.eviction is not None:
+            policies.check_eviction(f"{what}: eviction", self.eviction, self.dim, self.dtype)
         if self.memory is None:
             return
         if not isinstance(self.memory, HostMemory):

@@ -56,6 +56,7 @@ def split_rest(
 ) -> tuple[dict[str, Any], Any]:
     """Splits a batch's other entries and its mask as the samples are; `num_samples` is None without features."""
     numbers = shards.local()
+    keys_lib.require_unmasked("batch", **rest)
     if num_samples is not None:
         rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
     return rest, None if mask is None else _split_rest(mask, mask.shape[0], numbers, shards)
@@ -89,6 +90,7 @@ def pad_rest(rest: Mapping[str, Any], num_samples: int, pad_to: int) -> tuple[di
     padded = dict(rest)
     for name, value in rest.items():
         if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
+            keys_lib.require_unmasked("batch", **{name: value})
             value = np.asarray(value)
             padded[name] = np.concatenate([value, np.zeros((pad_to - num_samples, *value.shape[1:]), value.dtype)])
     return padded, np.arange(pad_to) < num_samples

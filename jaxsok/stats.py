@@ -89,7 +89,7 @@ class Stats:
     )
     num_misused_plans = _Count(
         "Plans that changed nothing because they have no open ticket in the state: their lookup does not belong to its "
-        "history, an update has used them before, or more than 256 lookups came in between.",
+        "history, an update has used them before, or 256 or more lookups came in between.",
     )
     num_rounds = _Count(
         "By store: passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged.",
@@ -118,6 +118,9 @@ class Stats:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
         words = jnp.where(_is_latest(other), 0, self.words) + other.words
         return dataclasses.replace(other, words=words)
+
+    def __radd__(self, other: int) -> "Stats":
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # with which `sum` begins
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Returns the counts by table, as Python integers, of all steps of a scan (waits for the device)."""
@@ -152,7 +155,7 @@ class Stats:
         if misused:  # first, since rows of another batch do not count
             raise StalePlanError(
                 f"update: plan: got {misused} plans that are not open in this state ({stale} uses), wanted plans whose "
-                "lookup this state came from, each in one update only, at most 256 lookups later; they changed "
+                "lookup this state came from, each in one update only, at most 255 lookups later; they changed "
                 "nothing. Pass on the state that lookup returns: `embeddings, state, plan = collection.lookup(state, "
                 "...)`, then `state, stats = collection.update(state, plan, ...)`."
             )

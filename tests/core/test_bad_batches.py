@@ -68,6 +68,8 @@ def test_masked_arrays(collection):
         "weights": lambda: jaxsok.from_kjt(keys, ones, ["user"], weights=masked),
         "keys": lambda: collection.batch(coo(keys=masked)),
         "indices": lambda: collection.batch(coo(indices=masked)),
+        "label": lambda: collection.batch({"user": keys, "label": masked}, pad_to=4),
+        "what": lambda: next(iter(collection.pipeline([{"user": keys, "what": masked}], pad_to=4))),
         "keys ": lambda: collection.assign(state, "user", masked, rows),
         "rows": lambda: collection.assign(state, "user", keys, hidden),
         "keys  ": lambda: collection.erase(state, "user", masked),

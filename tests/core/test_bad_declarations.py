@@ -9,6 +9,11 @@ import pytest
 from bad_input_cases import BAD_KIND, DIM, SGD, over_two, raises
 
 import jaxsok
+from jaxsok import policies
+
+
+def _float_score(facts):
+    return facts.last_step.astype(jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,12 @@ import jaxsok
         (ValueError, ("unknown", "nan"), {"unknown": "nan"}),
         (TypeError, ("initializer", "glorot"), {"initializer": "glorot"}),
         (TypeError, ("initializer",), {"initializer": np.zeros}),
+        (TypeError, ("eviction", "scores float32[3]", "uint32[3]"), {"eviction": policies.LowestScore(_float_score)}),
+        (
+            TypeError,
+            ("eviction", "got 3 scores"),
+            {"eviction": policies.LowestScore(lambda facts: (facts.last_step,) * 3)},
+        ),
         (TypeError, ("optimizer", "sgd"), {"optimizer": "sgd"}),
         (TypeError, ("optimizer",), {"optimizer": None}),
         (ValueError, ("name",), {"name": ""}),
@@ -128,6 +139,10 @@ def test_unknown_table():
         (jaxsok.initializers.truncated_normal, {"stddev": -1.0}, "stddev"),
         (jaxsok.initializers.uniform, {"low": 1.0, "high": 0.0}, "high"),
         (jaxsok.initializers.constant, {"value": float("nan")}, "value"),
+        (jaxsok.initializers.constant, {"value": 3.5e38}, "value"),
+        (jaxsok.initializers.uniform, {"low": -3e38, "high": 3e38}, "high - low"),
+        (jaxsok.initializers.uniform, {"low": -1e300, "high": 1.0}, "low"),
+        (jaxsok.initializers.normal, {"stddev": 1e300}, "stddev"),
     ],
 )
 def test_initializers(make, arguments, part):

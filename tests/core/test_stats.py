@@ -126,7 +126,7 @@ def test_statistics_add():
     collection = two_tables(capacity=16)
     state, first = step(collection, collection.init(seed=0), [1, 2], [1, 1])
     _, second = step(collection, state, [1, 3], [4, -1])
-    both = first + second
+    both = sum([first, second])
     assert tuple(both.tables) == ("user", "item")
     for table in ("user", "item"):
         for name, value in programs.counts(both, table).items():

@@ -412,6 +412,7 @@ def test_many_rows_keep_their_precision():
         ({"gradients": {"user": jnp.ones((2, 4))}}, ValueError, 'gradient_norm: gradients: feature "user": got shape'),
         ({"gradients": {"item": jnp.ones((3, 4))}}, ValueError, "gradient_norm: gradients: got features \\['item'\\]"),
         ({"gradients": {"user": jnp.ones((3, 4), jnp.int32)}}, TypeError, "wanted a float array"),
+        ({"dense": {"w": jnp.array([3, 4])}}, TypeError, "dense: got a leaf of int32, wanted floats"),
         ({"gradients": []}, ValueError, "gradient_norm: gradients: got 0 for 1 plans"),
         ({"gradients": None}, TypeError, "gradient_norm: gradients: got NoneType, wanted a dict of arrays by feature"),
         ({"plan": None}, TypeError, "gradient_norm: plan: got NoneType that no lookup returned"),
