@@ -362,8 +362,10 @@ def fail(*args, **kwargs):
 
 
 def scores_that_fail(facts):
-    """Fails as the score of a user's policy, which is first called for the second store."""
-    raise Injected
+    """Fails as the score of a user's policy, for the rows of a store and not for those few that a declaration tries."""
+    if facts.keys.shape[0] >= 256:
+        raise Injected
+    return facts.last_step
 
 
 def failing_stores(num_shards=None, capacity=64):

@@ -18,7 +18,7 @@ import jaxsok
 from jaxsok import serving
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
-pytestmark = () if jax.default_backend() == "gpu" else pytest.mark.slow
+pytestmark = [] if jax.default_backend() == "gpu" else [pytest.mark.slow]
 SECONDS = float(os.environ.get("JAXSOK_SOAK_S", "20"))
 NUM_KEYS, DIM, NUM_STEPS = 300, 4, 30
 VERSIONS = [rows_of(range(NUM_KEYS), DIM, version=version) for version in range(2)]

@@ -364,7 +364,7 @@ def test_a_directory_that_changes_while_it_is_read(tmp_path, monkeypatch, in_pla
     """It is noticed by its keys, where two files have the same time, as within a tick of the system's clock."""
     message = "got another file than when it was opened"
     if by == "its keys":
-        monkeypatch.setattr(files, "_identity_of", lambda file: ())
+        monkeypatch.setattr(files, "identity_of", lambda file: ())
         message = r'"user": path: ".*next" changed while it was read; write a new folder'
     content = {"user": rows_of(range(20), 4)}
     with open_with({"user": (write(tmp_path / "user", content["user"]), 4)}, jaxsok={"spare_rows": 4}) as session:
