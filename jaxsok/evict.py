@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, UInt8, UInt32
 
 from jaxsok import annotations, processes, table as table_lib
 from jaxsok.kernels import evict as kernels
-from jaxsok.policies import Eviction, RowFacts, check_judged
+from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
 from jaxsok.rows import RowLines, RowSlab, numbers_in_host_memory, slabs_of
 from jaxsok.shards import ONE_DEVICE, Shards, parts_of, read_on_host, without_mesh
@@ -105,9 +105,7 @@ def _select_part(
     for slab in slabs_of(spec, store, seed):
         num_rows, start = slab.size, slab.start
         stays = None if is_used is None else is_used[start : start + num_rows]
-        judged = _judge(
-            slab, clock, lambda facts: check_judged("evict: policy", policy, judge(facts), facts.keys.shape[0])
-        )
+        judged = _judge(slab, clock, lambda facts: policy.take("evict: policy", judge(facts), facts.keys.shape[0]))
         if policy.has_score:
             words = _score_above_others(stays, judged)
             scores = scores or [[] for _ in words]

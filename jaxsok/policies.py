@@ -184,6 +184,28 @@ class Eviction:
         """Marks the rows whose time has come: a pure JAX function, row by row."""
         raise TypeError(f"evict: policy: got {self!r}, whose rows do not expire; say how many shall stay.")
 
+    def check(self, op: str, dim: int, dtype: str) -> None:
+        """Refuses scores or marks, which may be the user's own, that are of another form for rows of a table."""
+        word = jax.ShapeDtypeStruct((3,), jnp.uint32)
+        keys, rows = word.update(shape=(3, 2)), jax.ShapeDtypeStruct((3, dim), dtype)
+        facts = RowFacts(keys, word, word, rows, word.update(shape=()))
+        judge = self.scores if self.has_score else self.expired
+        jax.eval_shape(lambda facts: self.take(op, judge(facts), 3), facts)
+
+    def take(self, op: str, judged: Any, num_rows: int) -> tuple[Array, ...]:
+        """Checks scores or marks; returns one or two arrays of scores, or a mask of bytes."""
+        words = judged if self.has_score and isinstance(judged, tuple) else (judged,)
+        what, wanted, more = "", f"bool[{num_rows}]", ""
+        if self.has_score:
+            what, wanted, more = "scores ", f"uint32[{num_rows}]", ", or two of them"
+        for word in words:
+            got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
+            if got != wanted:
+                raise TypeError(f"{op}: got {what}{got} of {self!r}, wanted {wanted}{more}.")
+        if not 1 <= len(words) <= 2:
+            raise TypeError(f"{op}: got {len(words)} scores of {self!r}, wanted {wanted}, or two.")
+        return words if self.has_score else (judged.astype(jnp.uint8),)
+
 
 @dataclasses.dataclass(frozen=True)
 class LeastRecentlyUsed(Eviction):
@@ -274,27 +296,3 @@ class SmallNorm(Eviction):
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
         rows = facts.rows.astype(jnp.float32)
         return jnp.sqrt((rows * rows).sum(axis=1)) < jnp.float32(self.threshold)
-
-
-def check_judged(op: str, policy: Eviction, judged: Any, num_rows: int) -> tuple[Array, ...]:
-    """Checks scores or marks, which may be the user's own; returns one or two arrays of scores, or a mask of bytes."""
-    words = judged if policy.has_score and isinstance(judged, tuple) else (judged,)
-    what, wanted, more = "", f"bool[{num_rows}]", ""
-    if policy.has_score:
-        what, wanted, more = "scores ", f"uint32[{num_rows}]", ", or two of them"
-    for word in words:
-        got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
-        if got != wanted:
-            raise TypeError(f"{op}: got {what}{got} of {policy!r}, wanted {wanted}{more}.")
-    if not 1 <= len(words) <= 2:
-        raise TypeError(f"{op}: got {len(words)} scores of {policy!r}, wanted {wanted}, or two.")
-    return words if policy.has_score else (judged.astype(jnp.uint8),)
-
-
-def check_eviction(op: str, policy: Eviction, dim: int, dtype: str) -> None:
-    """Refuses a policy whose scores or marks for rows of a table are of another shape or dtype."""
-    word = jax.ShapeDtypeStruct((3,), jnp.uint32)
-    keys, rows = word.update(shape=(3, 2)), jax.ShapeDtypeStruct((3, dim), dtype)
-    judge = policy.scores if policy.has_score else policy.expired
-    judged = jax.eval_shape(judge, RowFacts(keys, word, word, rows, word.update(shape=())))
-    jax.eval_shape(lambda given: check_judged(op, policy, given, 3), judged)

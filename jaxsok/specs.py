@@ -294,7 +294,7 @@ class TableSpec:
             if value is not None and (not isinstance(value, kind) or type(value) is kind):
                 raise TypeError(f"{what}: {name}: got {value!r}, wanted None or one of jaxsok.policies.")
         if self.eviction is not None:
-            policies.check_eviction(f"{what}: eviction", self.eviction, self.dim, self.dtype)
+            self.eviction.check(f"{what}: eviction", self.dim, self.dtype)
         if self.memory is None:
             return
         if not isinstance(self.memory, HostMemory):
