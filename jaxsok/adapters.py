@@ -76,7 +76,7 @@ def from_kjt(
       ([7], [9, 8], [1, 1])
     """
     names = [feature if isinstance(feature, str) else feature.name for feature in features]
-    keys_lib.require_unmasked("from_kjt", values=values, lengths=lengths, weights=weights)
+    keys_lib.require_unmasked("from_kjt", {"values": values, "lengths": lengths, "weights": weights})
     values, lengths = np.asarray(values), np.asarray(lengths)
     weights = None if weights is None else np.asarray(weights)
     if not np.issubdtype(lengths.dtype, np.integer):
@@ -173,7 +173,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
     if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
         return value  # most are, and every batch comes through here
     bags = bags_of(value)
-    keys_lib.require_unmasked(what, **vars(bags))
+    keys_lib.require_unmasked(what, vars(bags))
     if all(array is None or isinstance(array, np.ndarray) for array in vars(bags).values()):
         return value
     if _is_ragged_tensor(bags.keys) or _is_ragged_tensor(bags.weights) or _is_sparse_tensor(bags.weights):
@@ -186,7 +186,7 @@ def _convert_feature(spec: FeatureSpec, value: Any, what: str) -> Any:
                 "which bag, and their weights."
             )
         if isinstance(bags.keys, Coo):
-            keys_lib.require_unmasked(what, **vars(bags.keys))
+            keys_lib.require_unmasked(what, vars(bags.keys))
         inverse = _arrow_to_numpy(bags.inverse, what, "inverse")
         return dataclasses.replace(_coo_to_bags(spec, bags.keys, what), inverse=inverse)
     if not any(map(_is_arrow, vars(bags).values())):

@@ -577,9 +577,8 @@ class Collection:
         Returns:
           The state, how many keys were new, and how many were refused because their shard was full, a repeated key each
           time: call `grow(state, num_keys)` first. `grow(state, batch)` keeps room for the keys of an `assign` within
-          a jitted step, once it has seen the step traced, but not for those of others. `import_table` makes
-          room by itself. If some are refused, keys that wait for admission get rows first, then others, each in their
-          order.
+          a jitted step, once it has seen the step traced. `import_table` makes room by itself. If some are refused,
+          keys that wait for admission get rows first, then others, each in their order.
 
         Raises:
           TypeError, ValueError: rows of another shape; raised when traced. ValueError: `rows` is a NumPy array

@@ -4,6 +4,7 @@ JAX without x64 narrows int64 to int32 in silence, so keys cross every JAX bound
 low word first. NumPy integers of any width are taken; of `jax.Array`s only those that cannot have been narrowed.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -66,8 +67,8 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     )
 
 
-def require_unmasked(what: str, /, **arrays: Any) -> None:
-    """Refuses NumPy's masked arrays, whose hidden elements would be taken for the others."""
+def require_unmasked(what: str, arrays: Mapping[Any, Any]) -> None:
+    """Refuses NumPy's masked arrays, by their names, whose hidden elements would be taken for the others."""
     for name, array in arrays.items():
         if isinstance(array, np.ma.MaskedArray):
             is_signed = name == "keys" and array.dtype.kind == "i"
@@ -79,7 +80,7 @@ def require_unmasked(what: str, /, **arrays: Any) -> None:
 
 def as_array(keys: Any, what: str) -> np.ndarray:
     """Converts anything to NumPy; an empty list, which has no type, becomes integers."""
-    require_unmasked(what, keys=keys)
+    require_unmasked(what, {"keys": keys})
     try:
         array = np.asarray(keys)
     except ValueError as error:

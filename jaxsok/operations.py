@@ -71,7 +71,7 @@ def assign(
 ) -> tuple[State, UInt32[Array, ""], UInt32[Array, ""]]:
     """Sets rows; see `Collection.assign`."""
     found, words = resolve("assign", collection, state, table), _words("assign", keys)
-    keys_lib.require_unmasked("assign", rows=rows)
+    keys_lib.require_unmasked("assign", {"rows": rows})
     rows = rows if isinstance(rows, jax.Array) else np.array(rows)  # a copy, as of `_words`
     wanted = (words.shape[0], found.spec.dim)
     if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.shape != wanted:

@@ -21,6 +21,7 @@ planned by one program.
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -617,7 +618,14 @@ def _copy_arrays(value: Any) -> Any:
         return Bags(**{field.name: _copy_arrays(getattr(value, field.name)) for field in dataclasses.fields(value)})
     if type(value) in (list, tuple):
         return type(value)(map(_copy_arrays, value))
-    return {name: _copy_arrays(each) for name, each in value.items()} if type(value) is dict else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copy_arrays, value))
+    if isinstance(value, dict):
+        result = copy.copy(value)  # of its own kind
+        for name, each in value.items():
+            result[name] = _copy_arrays(each)
+        return result
+    return value
 
 
 def _form_of(tree: Batch | Plan, first_axis: int = 0) -> tuple:
@@ -680,8 +688,10 @@ def _donated_by(step: Callable, numbers: Sequence[int], names: str | Sequence[st
     except (TypeError, ValueError):  # it has no signature that Python knows
         parameters = []
     given = {names} if isinstance(names, str) else {*names}
-    by_name = given | {parameters[number] for number in numbers if -len(parameters) <= number < len(parameters)}
-    by_number = {*numbers} | {parameters.index(name) for name in given & {*parameters}}
+    by_name, by_number = given, {*numbers}
+    if not (numbers and names):  # JAX derives one from the other
+        by_name = given | {parameters[number] for number in numbers if -len(parameters) <= number < len(parameters)}
+        by_number = by_number | {parameters.index(name) for name in given & {*parameters}}
 
     def find(args: tuple, kwargs: dict) -> list:
         positional = [args[number] for number in by_number if -len(args) <= number < len(args)]

@@ -56,7 +56,7 @@ def split_rest(
 ) -> tuple[dict[str, Any], Any]:
     """Splits a batch's other entries and its mask as the samples are; `num_samples` is None without features."""
     numbers = shards.local()
-    keys_lib.require_unmasked("batch", **rest)
+    keys_lib.require_unmasked("batch", rest)
     if num_samples is not None:
         rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
     return rest, None if mask is None else _split_rest(mask, mask.shape[0], numbers, shards)
@@ -90,7 +90,7 @@ def pad_rest(rest: Mapping[str, Any], num_samples: int, pad_to: int) -> tuple[di
     padded = dict(rest)
     for name, value in rest.items():
         if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
-            keys_lib.require_unmasked("batch", **{name: value})
+            keys_lib.require_unmasked("batch", {name: value})
             value = np.asarray(value)
             padded[name] = np.concatenate([value, np.zeros((pad_to - num_samples, *value.shape[1:]), value.dtype)])
     return padded, np.arange(pad_to) < num_samples
@@ -262,9 +262,8 @@ def _place(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) 
     elif isinstance(array, jax.Array):
         sharding = array.sharding
     else:
-        return jax.device_put(
-            array.copy(), shards.split
-        )  # devices may read it where it lies, and the caller fill it again
+        # A copy: devices may read it where it lies, and the caller fill it again.
+        return jax.device_put(array.copy(), shards.split)
     first = sharding.spec[0] if isinstance(sharding, NamedSharding) and len(sharding.spec) else None
     names = (first,) if isinstance(first, str) else tuple(first or ())
     if names and names != shards.axis:

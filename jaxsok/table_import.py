@@ -108,8 +108,8 @@ def check_chunk(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndar
     if not isinstance(records, Records):
         raise TypeError(f"{what}: chunks: got {type(records).__name__}, wanted jaxsok.Records.")
     fields = {name: getattr(records, name) for name in ("keys", "rows", "last_step", "frequency")}
-    keys_lib.require_unmasked(what, **fields)
-    keys_lib.require_unmasked(f"{what}: state", **records.state)
+    keys_lib.require_unmasked(what, fields)
+    keys_lib.require_unmasked(f"{what}: state", records.state)
     keys = np.asarray(records.keys)
     if keys.ndim != 1:
         raise ValueError(f"{what}: keys: got shape {list(keys.shape)}, wanted [num_rows].")

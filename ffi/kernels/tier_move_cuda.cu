@@ -471,7 +471,7 @@ void CloseArea(int32_t device, const void* slab) {
     // No thread looks for it any more. Another one may hold the lock while a program waits for its device.
     AheadArea& buffers = area->buffers;
     void* const memory[] = {buffers.coming, buffers.row_ids, buffers.records, buffers.leaving, buffers.leaving_records};
-    for (void* at : memory) cudaFree(at);  // waits for launched programs; `UnpinHostMemory` says why nothing else does
+    for (void* at : memory) cudaFree(at);  // waits for programs that use them, as `UnpinHostMemory` does
     buffers = AheadArea{};
     buffers.reads = area->link->reads.jobs;
     buffers.writes = area->link->writes.jobs;

@@ -103,8 +103,7 @@ class Source:
     def bloom(self, table: str, shard: int) -> np.ndarray:
         """Reads the Bloom filter of a table's store."""
         parts = [words for file in self._bloom_files([table]) for words in file.words(shard)]
-        words = np.concatenate([np.zeros(0, np.uint32), *parts])
-        return words
+        return np.concatenate([np.zeros(0, np.uint32), *parts])
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
         """Returns number and entry of the store that a table was saved from."""

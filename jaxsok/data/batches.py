@@ -180,7 +180,6 @@ def iterate(
         if not flags.FLAGS.is_parsed():  # Grain reads its own, also in a program that has none
             flags.FLAGS.mark_as_parsed()
         read = read.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=num_ahead))
-        return iter(read)
     return _ReadAgain(iter(read))
 
 
@@ -192,12 +191,13 @@ class _ReadAgain(grain.DatasetIterator):
         self._read = read
 
     def __next__(self) -> Any:
+        state = self.get_state()
         try:
             return next(self._read)
         except StopIteration:
             raise
         except BaseException:  # also after Ctrl-C
-            self.set_state(self.get_state())
+            self.set_state(state)
             raise
 
     def get_state(self) -> Any:

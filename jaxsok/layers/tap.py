@@ -64,7 +64,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
                 zeros = shards.reshard(shards.spec, zeros)
             elif shards.is_mesh:  # inside shard_map, which tells values that vary over an axis from others
                 axes = {*shards.axis, *jax.typeof(part.keys).manual_axis_type.varying}
-                zeros = jax.lax.pcast(zeros, tuple(axes), to="varying")
+                zeros = jax.lax.pcast(zeros, tuple(sorted(axes)), to="varying")
             taps[layout.name] = zeros
     return taps
 

@@ -228,7 +228,10 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         followers = list(self._followers.values())
-        for worker in (*followers, *(reader for served in models.values() for reader in served.readers)):
+        for worker in (
+            *followers,
+            *(each for served in models.values() for each in (served.versions, *served.readers)),
+        ):
             worker.stop()  # stop all before waiting for any
         have_ended = [worker.close(until) for worker in (*followers, *models.values())]
         databases, self._databases = self._databases, (None, None)

@@ -416,13 +416,16 @@ def test_memory_that_the_system_does_not_give():
 def test_memory_is_deleted_while_another_thread_records_cuda_graphs():
     """CUDA ends all recordings of a device if a thread waits for the device as a whole."""
     collection = jaxsok.Collection([TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=1_000)], FEATURES)
-    is_over, num_deleted = threading.Event(), 0
+    is_over, num_deleted, failed = threading.Event(), 0, []
 
     def delete():
         nonlocal num_deleted
-        while not is_over.is_set():
-            host_slabs.new_host_rows(jax.devices()[0], 1_000, 64)
-            num_deleted += 1
+        try:
+            while not is_over.is_set():
+                host_slabs.new_host_rows(jax.devices()[0], 1_000, 64)
+                num_deleted += 1
+        except BaseException as error:
+            failed.append(error)
 
     @jax.jit
     def step(state, features):
@@ -440,7 +443,7 @@ def test_memory_is_deleted_while_another_thread_records_cuda_graphs():
     finally:
         is_over.set()
         thread.join()
-    assert num_deleted > 10
+    assert num_deleted > 10 and not failed
     keys = np.array([0, 499, 500])
     np.testing.assert_array_equal(collection.contains(state, "user", keys), [True, True, False])
 

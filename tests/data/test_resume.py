@@ -207,3 +207,21 @@ def test_a_batch_that_could_not_be_read_comes_in_the_next_loop(prefetch):
     is_away = False
     run()
     assert firsts == list(range(0, 40, 4)) and pipeline.get_state() == {"next_index": 10}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_that_no_worker_could_read_comes_in_the_next_loop(tmp_path, num_workers):
+    """After an error of a worker Grain's iterator would be at its end."""
+    for number in range(4):
+        table = pa.table({"user": np.arange(8 * number, 8 * number + 8)})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=4)
+    batches = Batches(ArrowSource(str(tmp_path / "*.parquet")), 4, process_index=0, process_count=1)
+    reader, firsts = iterate(batches, num_workers=num_workers), []
+    (tmp_path / "1.parquet").rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            firsts += (int(batch["user"][0]) for batch in reader)
+        assert firsts == [0, 4]
+    (tmp_path / "away").rename(tmp_path / "1.parquet")
+    assert [0, 4] + [int(batch["user"][0]) for batch in reader] == list(range(0, 32, 4))

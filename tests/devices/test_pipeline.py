@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +220,13 @@ def test_a_reader_may_use_the_arrays_again_that_numpy_packs(num_shards, other):
     assert [set(np.asarray(found)) for found in weights_of] == [{i} for i in range(8)]
 
 
+class Pair(NamedTuple):
+    """A container of a user's own."""
+
+    first: object
+    second: object
+
+
 def test_a_reader_may_use_nested_arrays_again():
     """Entries that are no features are kept as they come, with copies of their arrays."""
     label, context, other = np.empty(4, np.float32), np.empty(4), np.empty(4, np.int64)
@@ -225,12 +234,18 @@ def test_a_reader_may_use_nested_arrays_again():
     def raws():
         for i in range(6):
             label[:] = context[:] = other[:] = i
-            yield {"user": np.arange(4), "y": (label, [context]), "x": {"b": context}, "z": jaxsok.Bags(other)}
+            yield {
+                "user": np.arange(4),
+                "y": (label, [context]),
+                "x": Pair(context, OrderedDict(b=context)),
+                "z": jaxsok.Bags(other),
+            }
 
     table, feature = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1)), jaxsok.FeatureSpec("user", "user")
     for i, (batch, _) in enumerate(jaxsok.Collection([table], [feature]).pipeline(raws(), prefetch=2)):
-        (given_label, (given_context,)), nested, bags = batch["y"], batch["x"], batch["z"]
-        for array in (given_label, given_context, nested["b"], bags.keys):
+        (given_label, (given_context,)), pair, bags = batch["y"], batch["x"], batch["z"]
+        assert (type(pair), type(pair.second)) == (Pair, OrderedDict)
+        for array in (given_label, given_context, pair.first, pair.second["b"], bags.keys):
             assert set(np.asarray(array)) == {i}
 
 

@@ -73,8 +73,8 @@ class StoredVersions(AnyVersions):
             if path is not None and change.gone is not None and not {*last} & {*change.source.links}:
                 raise ServingError(
                     f'update: table "{change.table.name}": source: got the delta "{change.source.path}", wanted '
-                    f'"{path}" again, or a full export: that update failed in the middle, and some of its rows are in '
-                    "the databases."
+                    f'the update up to "{path}" again, or a full export: it failed in the middle, and databases may '
+                    "have some of its rows."
                 )
         replaced = frozenset(change.table.name for change in changes if change.gone is None)
         new = dataclasses.replace(new, replaced=replaced)

@@ -200,9 +200,13 @@ class AnyVersions(abc.ABC):
                 for reader in readers:
                     reader.settle(self.current)
 
+    def stop(self) -> None:
+        """Refuses later updates."""
+        self._is_closed = True
+
     def close(self, until: float | None) -> bool:
         """Refuses later updates, and waits for one until a time of `time.monotonic`; returns whether none runs."""
-        self._is_closed = True
+        self.stop()
         rest = rest_s(until)
         has_ended = self._updating.acquire(timeout=-1 if rest is None else rest)
         if has_ended:
