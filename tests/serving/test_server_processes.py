@@ -288,6 +288,7 @@ def test_front_ends_that_cannot_start_are_reported(monkeypatch):
     with pytest.raises(OSError, match=r"front end \d: it ended with 1 before all were ready"):
         found.run()
     assert all(where.fileno() == -1 for where in sockets)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # Ctrl-C reaches the caller again
 
 
 def test_a_port_belongs_to_one_server():

@@ -147,10 +147,13 @@ class Processes:
 
     async def _run(self) -> None:
         self._loop, options = asyncio.get_running_loop(), self.app.options
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+        async with contextlib.AsyncExitStack() as stack:
+            for number in (
+                (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+            ):
                 self._loop.add_signal_handler(number, self._stop, number)
-        async with self.app.lifespan():
+                stack.callback(self._loop.remove_signal_handler, number)  # uvloop's would outlive the loop
+            await stack.enter_async_context(self.app.lifespan())
             # A connection that finds the backlog full is refused; all front ends may connect at once.
             server = await asyncio.start_unix_server(self._serve, self._path, limit=1 << 20, backlog=4096)
             keepers = [self._loop.create_task(self._keep(number)) for number in range(len(self._sockets))]
