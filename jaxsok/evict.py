@@ -105,7 +105,9 @@ def _select_part(
     for slab in slabs_of(spec, store, seed):
         num_rows, start = slab.size, slab.start
         stays = None if is_used is None else is_used[start : start + num_rows]
-        judged = _judge(slab, clock, lambda facts: policy.take("evict: policy", judge(facts), facts.keys.shape[0]))
+        judged = _judge(
+            slab, clock, lambda facts: policy.check_judged("evict: policy", judge(facts), facts.keys.shape[0])
+        )
         if policy.has_score:
             words = _score_above_others(stays, judged)
             scores = scores or [[] for _ in words]

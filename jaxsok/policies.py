@@ -190,9 +190,9 @@ class Eviction:
         keys, rows = word.update(shape=(3, 2)), jax.ShapeDtypeStruct((3, dim), dtype)
         facts = RowFacts(keys, word, word, rows, word.update(shape=()))
         judge = self.scores if self.has_score else self.expired
-        jax.eval_shape(lambda facts: self.take(op, judge(facts), 3), facts)
+        jax.eval_shape(lambda facts: self.check_judged(op, judge(facts), 3), facts)
 
-    def take(self, op: str, judged: Any, num_rows: int) -> tuple[Array, ...]:
+    def check_judged(self, op: str, judged: Any, num_rows: int) -> tuple[Array, ...]:
         """Checks scores or marks; returns one or two arrays of scores, or a mask of bytes."""
         words = judged if self.has_score and isinstance(judged, tuple) else (judged,)
         what, wanted, more = "", f"bool[{num_rows}]", ""

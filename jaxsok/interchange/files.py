@@ -278,7 +278,7 @@ class RawArray:
             numbers = np.fromfile(file, self.dtype, count, offset=self.byte_of(start))
             require_same(self.op, self.path, file.fileno(), self._identity)
         if numbers.size != count:
-            raise _another(self.op, self.path)
+            raise _replaced_error(self.op, self.path)
         return numbers.astype(self.dtype.newbyteorder("="), copy=False).reshape(-1, *self.shape[1:])
 
     def read_keys(self, start: int, stop: int) -> np.ndarray:
@@ -295,10 +295,10 @@ def identity_of(file: pathlib.Path | int) -> tuple[int, ...]:
 def require_same(op: str, path: pathlib.Path, file: pathlib.Path | int, identity: tuple[int, ...]) -> None:
     """Refuses a file, given as path or descriptor, that is not the one that had an identity."""
     if identity_of(file) != identity:
-        raise _another(op, path)
+        raise _replaced_error(op, path)
 
 
-def _another(op: str, path: pathlib.Path) -> ValueError:
+def _replaced_error(op: str, path: pathlib.Path) -> ValueError:
     return ValueError(
         f"{op}: {path}: got another file than when it was opened, or other contents, wanted the same; another process "
         "writes it: read it again."
