@@ -239,6 +239,8 @@ class _Compiler:
 
     def _operation(self, name: str, equation: Any, values: Sequence[_Value]) -> _Value:
         if name in _SAME_VALUE:
+            moved = equation.params.get({"transpose": "permutation", "reshape": "dimensions"}.get(name)) or ()
+            self._refuse_moves(name, [axis for axis in moved if equation.invars[0].aval.shape[axis] != 1])
             return values[0]
         if name in _UNARY:
             return self._emit(_UNARY[name], values[0])
@@ -269,12 +271,21 @@ class _Compiler:
             "roots, powers, exp, log, and sums, maxima or minima over the columns."
         )
 
+    def _refuse_moves(self, name: str, axes: Sequence[int]) -> None:
+        """Refuses axes in another order, since an operation takes numbers of one column."""
+        if list(axes) != sorted(axes):
+            raise NotARowProgram(
+                f"{self.what}: got {name} with axes of a row in the order {list(axes)}, wanted columns in their places."
+            )
+
     def _dot(self, equation: Any, values: Sequence[_Value]) -> _Value:
         left, right = (atom.aval.shape for atom in equation.invars)
-        (contracted, _), _ = equation.params["dimension_numbers"]
+        (contracted, partners), _ = equation.params["dimension_numbers"]
         size = int(np.prod([left[axis] for axis in contracted]))
         if equation.outvars[0].aval.size != 1 or int(np.prod(left)) != int(np.prod(right)) or size not in (1, self.dim):
             raise NotARowProgram(f"{self.what}: got a product of {list(left)} and {list(right)}, wanted that of rows.")
+        pairs = sorted(zip(contracted, partners, strict=True))
+        self._refuse_moves("dot_general", [partner for axis, partner in pairs if left[axis] != 1])
         product = self._emit("multiply", *values)
         return product if size == 1 else self._emit("sum", product)
 

@@ -311,6 +311,10 @@ REFUSED = {
         lambda: optax.chain(*[optax.trace(0.9)] * 9),
         "it has 9 arrays of state by row.*at most 8",
     ),
+    "columns that move": (
+        lambda: optax.stateless(lambda g, _: -g.reshape(g.shape[0], 2, -1).swapaxes(1, 2).reshape(g.shape)),
+        "transpose with axes of a row",
+    ),
     "half state": (lambda: optax.adam(RATE, mu_dtype=jnp.float16), "mu is float16"),
 }
 
