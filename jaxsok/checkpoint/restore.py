@@ -211,14 +211,15 @@ def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], 
             continue
         needed = int((rows_in_use(spec, state.stores[s], collection.shards) + coming).max())
         if spec.max_capacity is not None and needed > spec.max_capacity:
+            declared = {table.name: table.max_capacity for table in spec.tables}
+            text = (
+                f"{source.op}: max_capacity: got {declared}, {spec.max_capacity} rows for a shard, wanted {needed} for a "
+                "shard, as was saved; "
+            )
             if spec.tables[0].eviction is None:
-                raise TableFullError(
-                    f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
-                    f"{spec.max_capacity} rows for a shard, wanted {needed} for what was saved; raise it."
-                )
-            text = "%s: store of tables %s: max_capacity: got %d rows for a shard, wanted %d for what was saved; the "
-            text += "next call of grow evicts."
-            LOG.warning(text, source.op, [table.name for table in spec.tables], spec.max_capacity, needed)
+                enough = needed if spec.is_replicated else needed * spec.num_shards
+                raise TableFullError(f"{text}{enough} for these tables together are enough.")
+            LOG.warning("%sthe next call of grow evicts.", text)
         capacity = state.stores[s].capacity // spec.num_shards
         if needed > capacity:
             capacities[s] = needed

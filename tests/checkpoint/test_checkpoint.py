@@ -558,7 +558,7 @@ def test_what_fails_on_the_way_leaves_a_state(saved, monkeypatch, num_devices, c
         ),
         (["wide"], {"tables": ["user"]}, r'table "user": dim: got 4 in .*, wanted 5'),
         (["user"], {"tables": ["user"], "optimizer_state": "none"}, "optimizer_state: got 'none', wanted one of"),
-        (["small"], {"tables": ["user"]}, r"max_capacity: got 8 rows for a shard, wanted \d+ for what was saved"),
+        (["small"], {"tables": ["user"]}, r"max_capacity: got {'user': 8}, 8 rows for a shard, wanted \d+ for a shard"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(saved, tables, options, message):
@@ -570,6 +570,27 @@ def test_what_does_not_fit_is_refused_by_name(saved, tables, options, message):
     }
     with pytest.raises((ValueError, jaxsok.TableFullError), match=message):
         restore(saved, collection_of([specs[name] for name in tables]), **options)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_table_that_was_full_on_more_shards_says_which_bound_is_enough(num_devices, tmp_path):
+    """Eight shards have eight times four roots of room on top of their shares."""
+
+    def declare(devices, max_capacity):
+        spec = jaxsok.TableSpec("user", 4, optim.sgd(0.1), capacity=500, max_capacity=max_capacity)
+        return collection_of([spec], devices)
+
+    collection = declare(8, 500)
+    batch = collection.batch({"user": np.arange(2000)})
+    _, state, _ = collection.lookup(collection.grow(collection.init(seed=0), batch), batch.features)
+    saved = collection.num_rows(state)["user"]
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    with pytest.raises(jaxsok.TableFullError, match=r"got {'user': 500}, \d+ rows for a shard, wanted") as error:
+        checkpoint.load(tmp_path / "full", declare(num_devices, 500))
+    enough = int(re.search(r"(\d+) for these tables together are enough", str(error.value))[1])
+    assert 500 < saved <= enough < 2 * saved
+    fewer = declare(num_devices, enough)
+    assert fewer.num_rows(checkpoint.load(tmp_path / "full", fewer)) == {"user": saved}
 
 
 def test_arguments_that_cannot_be_meant(eight, tmp_path):

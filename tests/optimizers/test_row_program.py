@@ -154,7 +154,12 @@ def sums(x):
 
 def products(x):
     g, row, (a, b, c), _, _ = x
-    return row * g + jnp.vdot(row, g), a / (jnp.abs(g) + 1), b.reshape(1, -1).T.reshape(b.shape) * c, c * 0.5 + row.sum(keepdims=True) ** 2
+    return (
+        row * g + jnp.vdot(row, g),
+        a / (jnp.abs(g) + 1),
+        b.reshape(1, -1).T.reshape(b.shape) * c,
+        c * 0.5 + row.sum(keepdims=True) ** 2,
+    )
 
 
 def share_product(x):
@@ -388,7 +393,10 @@ def of(function, states="abc"):
         (lambda x: jnp.cumsum(x.row), "the operation cumsum"),
         (lambda x: x.row[::-1], "the operation rev"),
         (lambda x: jnp.outer(x.row, x.row)[0], r"\[8, 8\]|64"),
-        (lambda x: x.row - x.gradient.reshape(2, 4).T.reshape(8), r"transpose with axes of a row in the order \[1, 0\]"),
+        (
+            lambda x: x.row - x.gradient.reshape(2, 4).T.reshape(8),
+            r"transpose with axes of a row in the order \[1, 0\]",
+        ),
         (lambda x: x.row - jax.lax.reshape(x.gradient.reshape(2, 4), (8,), (1, 0)), "reshape with axes of a row"),
         (lambda x: x.row * jnp.einsum("iaj,jia->", *[x.row.reshape(2, 1, 4), x.row.reshape(4, 2, 1)]), "dot_general"),
         (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers besides the row"),
