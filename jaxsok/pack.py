@@ -660,6 +660,11 @@ def _as_numpy(given: Any) -> np.ndarray | None:
     return keys_lib.as_array(given, "")
 
 
+def _is_plain(array: Any) -> bool:
+    """Returns whether the native packer may read an array: of a masked one it would read the hidden elements, too."""
+    return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
+
+
 def _add(given: _Given, spec: FeatureSpec, value: Any) -> bool:
     """Adds the arrays of a feature; returns False where NumPy has to read it, or to say what is wrong."""
     keys, weights, kind = value, None, _ONE
@@ -672,13 +677,13 @@ def _add(given: _Given, spec: FeatureSpec, value: Any) -> bool:
         if value.inverse is not None or (value.lengths is not None and value.offsets is not None):
             return False
         if kind:
-            if not isinstance(bags, np.ndarray):
+            if not _is_plain(bags):
                 return False
             given.bags.append(bags)
-    if not isinstance(keys, np.ndarray) or spec.weighted != (weights is not None):
+    if not _is_plain(keys) or spec.weighted != (weights is not None):
         return False
     if weights is not None:
-        if not isinstance(weights, np.ndarray) or weights.shape != keys.shape:
+        if not _is_plain(weights) or weights.shape != keys.shape:
             return False
         given.weights.append(weights.astype(np.float32) if weights.dtype in _HALVES else weights)
     given.keys.append(keys)

@@ -19,9 +19,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxsok import adapters, checks
+from jaxsok import adapters, checks, keys as keys_lib
 from jaxsok.features import Bags, bag_offsets, offsets_of
 from jaxsok.split import cut_bags, pick_bags
+from jaxsok.types import PADDING_KEY
 
 Columns = dict[str, Any]  # by name: arrays `[num_samples, ...]`, or `Bags` with offsets
 
@@ -59,8 +60,9 @@ class ArraySource(Source):
     A slice of samples is read without a copy. Other processes map the files of mapped arrays themselves.
 
     Raises:
-      ValueError: columns of different lengths, or `Bags` with neither lengths nor offsets, or with fewer keys than
-        these say.
+      ValueError: columns of different lengths; `Bags` with neither lengths nor offsets, or with both; with fewer keys
+        than these say, or more than their lengths do. (Offsets may be some of those of all samples, with all keys.)
+      TypeError: masked arrays in `Bags`.
 
     Example:
       >>> source = ArraySource({"user": np.array([7, 9, 8]), "label": np.array([0.0, 1.0, 1.0])})
@@ -311,8 +313,9 @@ def _with_offsets(name: str, column: Any) -> Any:
         if not array.shape:
             raise ValueError(f"{what}: got a scalar, wanted an array [num_samples, ...] or Bags.")
         return array
-    if column.inverse is not None or (column.lengths is None and column.offsets is None):
-        raise ValueError(f"{what}: got {column}, wanted Bags with lengths or offsets alone.")
+    keys_lib.require_unmasked(what, vars(column))
+    if column.inverse is not None or (column.lengths is None) == (column.offsets is None):
+        raise ValueError(f"{what}: got {column}, wanted Bags with either lengths or offsets.")
     bags = _map_arrays(lambda array: array if hasattr(array, "shape") else np.asarray(array), column)
     given, places = ("lengths", bags.lengths) if bags.offsets is None else ("offsets", bags.offsets)
     is_integer = places.dtype.kind in "iu" or places.size < (1 if given == "lengths" else 2)  # np.cumsum([]): floats
@@ -321,11 +324,22 @@ def _with_offsets(name: str, column: Any) -> Any:
         raise ValueError(f"{what}: {given}: got {places.dtype}{list(places.shape)}, wanted integers {wanted}.")
     # Offsets need not begin at 0: they may be a slice of those of all samples, and `keys` then has those of all.
     offsets = bag_offsets(places, given, len(bags.keys), what)
+    if given == "lengths" and not _is_padding(bags.keys[(end := int(offsets[-1])) :]):
+        raise ValueError(
+            f"{what}: lengths: got an end at {end} of {len(bags.keys)} keys, wanted all keys in bags, or PADDING_KEY after "
+            "the last bag."
+        )
     if not np.can_cast(offsets.dtype, np.int64):
         offsets = offsets.astype(np.int64)
     if bags.weights is not None and bags.weights.shape != bags.keys.shape:
         raise ValueError(f"{what}: weights: got {list(bags.weights.shape)}, wanted {list(bags.keys.shape)}.")
     return Bags(bags.keys, offsets=offsets, weights=bags.weights)
+
+
+def _is_padding(keys: np.ndarray) -> bool:
+    """Returns whether all of these are PADDING_KEY, as numbers of 64 bits (int32 -1 too) or as pairs of words."""
+    padding = PADDING_KEY if keys.ndim == 1 else keys_lib.PADDING_WORD
+    return not keys.size or (keys.dtype.kind in "iu" and bool((keys.astype(np.uint64) == padding).all()))
 
 
 def _map_arrays(change: Callable[[Any], Any], column: Any) -> Any:

@@ -235,8 +235,7 @@ class Session:
             worker.stop()  # stop all before waiting for any
         have_ended = [worker.close(until) for worker in (*followers, *models.values())]
         databases, self._databases = self._databases, (None, None)
-        for database in filter(None, databases):
-            database.close()
+        have_ended += [database.close(until) for database in filter(None, databases)]
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:

@@ -124,10 +124,10 @@ class _Stream:
     def failure(self, kind: str, text: str) -> DatabaseError:
         """Makes the error of a call that failed with an exception of this kind and text."""
         host = urllib.parse.urlsplit(self.url)._replace(query="").geturl().rpartition("@")[2]
-        return DatabaseError(
-            f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted an answer in '
-            f"{TIMEOUT_S:g} s; see that it runs and has memory, then try again."
-        )
+        wanted = f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again"
+        if kind in ("AskError", "ClusterDownError", "MovedError", "TryAgainError"):
+            wanted = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
+        return DatabaseError(f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted {wanted}.')
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:
         """Reads the versions behind an entry; waits for one if there is none."""

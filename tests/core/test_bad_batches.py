@@ -53,7 +53,7 @@ def test_keys(collection, kind, value, parts):
         collection.batch({"user": value})
 
 
-def test_masked_arrays(collection):
+def test_masked_arrays(collection, weighted):
     """Their hidden elements are never used: everything that takes arrays refuses them."""
     masked, keys = np.ma.array([1, 2], mask=[0, 1]), np.array([1, 2])
     ones, state = np.array([1, 1]), collection.init(seed=0)
@@ -62,7 +62,18 @@ def test_masked_arrays(collection):
     hidden = np.ma.array(rows, mask=rows > 0)
     coo = lambda **given: {"user": jaxsok.Coo(**{"indices": keys - 1, "keys": keys, "shape": (2,)} | given)}  # noqa: E731
     records = lambda **given: [jaxsok.Records(**{"keys": keys.astype(np.uint64), "rows": rows} | given)]  # noqa: E731
+    bags = {"keys": keys, "lengths": ones}
+    # What is known of earlier batches of the same types and shapes lets no later one through.
+    collection.batch({"user": keys})
+    collection.batch({"user": jaxsok.Bags(**bags)})
+    collection.batch({"user": jaxsok.Bags(keys, offsets=np.array([0, 2]))})
+    weighted.batch({"user": jaxsok.Bags(**bags, weights=rows[:, 0])})
     for name, call in {
+        "keys     ": lambda: collection.batch({"user": masked}),
+        "keys      ": lambda: collection.batch({"user": jaxsok.Bags(**bags | {"keys": masked})}),
+        "lengths  ": lambda: collection.batch({"user": jaxsok.Bags(**bags | {"lengths": masked})}),
+        "offsets": lambda: collection.batch({"user": jaxsok.Bags(keys, offsets=np.ma.array([0, 2], mask=[1, 0]))}),
+        "weights ": lambda: weighted.batch({"user": jaxsok.Bags(**bags, weights=hidden[:, 0])}),
         "values": lambda: jaxsok.from_kjt(masked, ones, ["user"]),
         "lengths": lambda: jaxsok.from_kjt(keys, masked, ["user"]),
         "weights": lambda: jaxsok.from_kjt(keys, ones, ["user"], weights=masked),

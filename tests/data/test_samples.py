@@ -255,7 +255,7 @@ def test_mapped_arrays_are_pickled_as_places_in_files(tmp_path):
         {
             "whole": whole[:50_000],
             "view": whole[20_000:70_000],
-            "bags": jaxsok.Bags(whole.reshape(-1), lengths=np.full(50_000, 2)),
+            "bags": jaxsok.Bags(whole.reshape(-1), lengths=np.full(50_000, 4)),
         }
     )
     pickled = pickle.dumps(source)
@@ -279,12 +279,17 @@ WRAPPING = np.array([3, 2**64 - 1, 2], np.uint64)  # their sum is 4 in 64 bits
     [
         ({}, "got {} samples, wanted columns of one length"),
         ({"a": np.arange(3), "b": np.arange(4)}, "got {'a': 3, 'b': 4} samples"),
-        ({"a": jaxsok.Bags(np.arange(3))}, 'column "a": got Bags.* wanted Bags with lengths or offsets'),
+        ({"a": jaxsok.Bags(np.arange(3))}, 'column "a": got Bags.* wanted Bags with either lengths or offsets'),
         (
             {"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 2]), inverse=np.array([0, 1]))},
             'column "a": got Bags',
         ),
         ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 3]))}, 'column "a": lengths: got an end at 4, past the'),
+        ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 1]))}, "lengths: got an end at 2 of 3 keys, wanted all"),
+        (
+            {"a": jaxsok.Bags(np.arange(3), lengths=np.array([1, 2]), offsets=np.array([0, 3]))},
+            'column "a": got Bags.* wanted Bags with either',
+        ),
         ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([4, -1]))}, "lengths: got -1, wanted no negative number"),
         ({"a": jaxsok.Bags(np.arange(3), lengths=np.array([1.0, 2.0]))}, "lengths: got float64.* wanted integers"),
         ({"a": jaxsok.Bags(np.arange(3), lengths=WRAPPING)}, "lengths: got a bag of 18446744073709551615 keys"),
@@ -300,6 +305,33 @@ def test_columns_that_do_not_fit_are_refused(columns, message):
     """The error names the column."""
     with pytest.raises(ValueError, match=f"ArraySource: .*{message}"):
         ArraySource(columns)
+
+
+@pytest.mark.parametrize("name", ["keys", "lengths", "offsets", "weights"])
+def test_masked_bags_are_refused(name):
+    """Their hidden elements would be read."""
+    given = {"keys": np.arange(3), "lengths": np.array([1, 2]), "weights": np.ones(3)}
+    if name == "offsets":
+        given["offsets"] = np.array([0, 1, 3])
+        del given["lengths"]
+    given[name] = np.ma.array(given[name], mask=np.arange(len(given[name])) == 1)
+    with pytest.raises(TypeError, match=f'ArraySource: column "a": {name}: got a masked array'):
+        ArraySource({"a": jaxsok.Bags(**given)})
+
+
+@pytest.mark.parametrize("tail", [np.int64([-1]), np.uint64([2**64 - 1]), np.int32([-1]), np.uint32([[2**32 - 1] * 2])])
+def test_padding_after_the_last_bag_is_left_out(tail):
+    keys = np.concatenate([np.arange(3 * tail[0].size, dtype=tail.dtype).reshape(3, *tail.shape[1:]), tail])
+    source = ArraySource({"a": jaxsok.Bags(keys, lengths=np.array([1, 2]))})
+    taken = source.take(slice(1, 2))["a"]
+    np.testing.assert_array_equal(taken.keys, keys[1:3])
+    with pytest.raises(ValueError, match="lengths: got an end at 3 of 5 keys"):
+        ArraySource({"a": jaxsok.Bags(np.concatenate([keys, keys[:1]]), lengths=np.array([1, 2]))})
+
+
+def test_offsets_may_be_some_of_those_of_all_samples():
+    source = ArraySource({"a": jaxsok.Bags(np.arange(6), offsets=np.array([1, 2, 2, 4]))})
+    assert [source[i]["a"].keys.tolist() for i in range(3)] == [[1], [], [2, 3]]
 
 
 def test_other_refusals():

@@ -181,6 +181,15 @@ def test_writes_that_follow_one_without_an_answer(cluster, caplog):
             assert len(logged) >= num_logged and bool(logged) == bool(num_logged)
 
 
+def test_closing_waits_for_the_background_no_longer_than_told(server):
+    database, begins, goes_on = redis_at(server.address), threading.Event(), threading.Event()
+    database.background.offer(None, lambda: begins.set() or goes_on.wait())
+    assert begins.wait(20)
+    assert not database.close(time.monotonic() + 0.2)
+    goes_on.set()
+    assert database.close()
+
+
 def test_what_a_server_refuses_is_no_matter_of_time(server):
     server.client.flushall()
     with contextlib.closing(redis_at(server.address)) as database:
@@ -253,6 +262,23 @@ def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, serv
         with server.frozen(), concurrent.futures.ThreadPoolExecutor(20) as threads:
             list(threads.map(fetch, range(40)))
         assert len(times) == 40 and max(times) < 2.5
+
+
+@pytest.mark.parametrize("policy", ["evict_random", "evict_oldest", "evict_least_used"])
+def test_writes_to_a_node_that_hangs_end_whatever_number_of_keys_they_have(policy, cluster):
+    """A client of a cluster repeats each command that had no answer by itself, as long as the first time."""
+    keys = np.arange(1000, dtype=np.uint64)
+    for server in cluster.servers:
+        server.client.flushall()
+    with contextlib.closing(redis_at(cluster.address, timeout_s=0.5, overflow_policy=policy)) as database:
+        rows = DatabaseRows([database], "dlrm", [USER])
+        rows.insert("user", keys, rows_for(keys.tolist(), 4))
+        with cluster.servers[1].frozen():
+            start = time.monotonic()
+            with pytest.raises(DatabaseError, match="TimeoutError of Redis"):
+                rows.insert("user", keys, rows_for(keys.tolist(), 4, 1))
+            assert time.monotonic() - start < 20
+    cluster.wait()
 
 
 def test_a_node_that_hangs(cluster):

@@ -55,6 +55,23 @@ def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
             op("user")
 
 
+def test_keys_that_come_and_go_do_not_lower_the_count(tmp_path):
+    """Replaced and erased values may be counted, and no row is left out."""
+    for _ in range(3):
+        with contextlib.closing(rocks_at(tmp_path)) as database:
+            rows = DatabaseRows([database], "dlrm", [USER])
+            rows.insert("user", np.arange(100, dtype=np.uint64), rows_for(range(100), 4))
+            for start in range(1000, 4000, 1000):
+                keys = np.arange(start, start + 500, dtype=np.uint64)
+                rows.insert("user", keys, rows_for(keys.tolist(), 4))
+                rows.erase("user", np.append(keys, keys + np.uint64(10_000)))  # some are not there
+            assert 100 <= rows.num_rows("user") <= 3 * (100 + 3 * 500)
+        for options in ({}, {"read_only": True}):
+            with contextlib.closing(rocks_at(tmp_path, **options)) as database:
+                rows = DatabaseRows([database], "dlrm", [USER])
+                assert len(list(rows.keys("user"))[0]) == 100 <= rows.num_rows("user") <= 3 * (100 + 3 * 500)
+
+
 def test_a_reader_follows_the_one_that_writes(tmp_path):
     """With read_only a session reads what another process has written since, also rows that left, and keeps no copy."""
     with contextlib.closing(rocks_at(tmp_path)) as writer:

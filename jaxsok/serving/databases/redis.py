@@ -36,6 +36,10 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
+# One command for all keys: after a time-out, the client asks a cluster for each command of a pipeline by itself.
+_COUNT_USES = "for _, key in ipairs(ARGV) do redis.call('HINCRBY', KEYS[1], key, 1) end"
+_NO_KEYS_THERE = redis.exceptions.AskError, redis.exceptions.ClusterDownError, redis.exceptions.TryAgainError
+
 
 @final
 class RedisDatabase(Database):
@@ -88,7 +92,7 @@ class RedisDatabase(Database):
     def _uses(self, part: str, fields: Sequence[bytes]) -> list[tuple[Any, ...]]:
         """Makes the commands that note one use of each key, now."""
         if self._config.overflow_policy == "evict_least_used":
-            return [("HINCRBY", f"{part}t", field, 1) for field in fields]
+            return [("EVAL", _COUNT_USES, 1, f"{part}t", *fields)] if fields else []
         if self._config.overflow_policy == "evict_oldest" and fields:
             return [_set(f"{part}t", fields, [int(time.time()).to_bytes(8, "little")] * len(fields))]
         return []
@@ -136,9 +140,10 @@ class RedisDatabase(Database):
     def keys(self, name: str) -> Iterator[Sequence[bytes]]:
         return (self._run([("HKEYS", f"{part}v")])[0] for part in self._names(name))
 
-    def close(self) -> None:
-        super().close()
+    def close(self, until: float | None = None) -> bool:
+        has_ended = super().close(until)
         self._client.close()
+        return has_ended
 
     def _names(self, name: str) -> list[str]:
         return [f"hps_et{{{name}/p{part}}}" for part in range(self._config.num_partitions)]
@@ -211,7 +216,9 @@ class RedisDatabase(Database):
 
     def _failure(self, error: Exception) -> DatabaseError:
         wanted = f"answers in {self._config.timeout_s:g} s; see that its servers run, then try again"
-        if isinstance(error, redis.ResponseError | redis.AuthenticationError):
+        if isinstance(error, _NO_KEYS_THERE):
+            wanted = "a cluster whose servers run and have all keys; try again when it does"
+        elif isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
         return DatabaseError(
             f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" '

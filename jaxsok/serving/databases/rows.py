@@ -22,7 +22,7 @@ from jaxsok.serving.config.keys import HPS_NAME
 from jaxsok.serving.errors import DatabaseError, ServingError, require_table
 from jaxsok.serving.frozen import FrozenTable
 from jaxsok.serving.padding import NO_KEYS, slices
-from jaxsok.serving.ready import Background
+from jaxsok.serving.ready import Background, rest_s
 from jaxsok.types import PADDING_KEY
 
 RETRY_S = 1.0  # seconds that the last database answers alone after a failure of the first
@@ -33,7 +33,7 @@ class Database(abc.ABC):
     """Values by distinct keys (little-endian uint32 or uint64), in sets by name, for many threads."""
 
     is_followed = False  # whether another process writes it
-    counts_exactly = True  # otherwise `count` may be too large, where values were replaced
+    counts_exactly = True  # otherwise `count` may be too large, where values were replaced or erased
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
@@ -49,8 +49,9 @@ class Database(abc.ABC):
     def count(self, name: str) -> int: ...  # of keys
     @abc.abstractmethod
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
-    def close(self) -> None:
-        self.background.close()
+    def close(self, until: float | None = None) -> bool:
+        """Waits for work in the background until a time of `time.monotonic`, then ends; returns whether it has ended."""
+        return self.background.close(rest_s(until))
 
 
 def bytes_of(keys: np.ndarray) -> list[bytes]:
@@ -91,7 +92,7 @@ class DatabaseRows(RowSource):
         self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0, most_rows={})
 
     def num_rows(self, table: str) -> int:
-        """Counts rows; of RocksDB it is a bound, exact after the whole table was written, else an estimate."""
+        """Counts rows; of RocksDB it is an upper bound, exact after the whole table was written."""
         last, most = self._databases[-1], self._shared.most_rows.get(table)
         if most is None or last.counts_exactly:
             return last.count(self._name("num_rows", table))
