@@ -199,7 +199,7 @@ def train(
     Raises:
       ValueError: too few rows for one step; an interrupted run has other settings.
     """
-    num_rows = min(len(source), config.max_rows or sys.maxsize)
+    num_rows = min(len(source), sys.maxsize if config.max_rows is None else config.max_rows)
     held_out_rows = min(num_rows // 10, 100_000) if config.held_out_rows is None else config.held_out_rows
     num_trained = (num_rows - held_out_rows) // config.batch_size * config.batch_size
     if num_trained <= 0:

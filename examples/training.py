@@ -196,9 +196,17 @@ def _by_store(stats: jaxsok.Stats) -> dict[int, int]:
 
 
 def check_options(config: Any) -> None:
-    """Refuses a batch size and a plot that would fail later, the plot after the training."""
-    if config.batch_size < 1:
-        raise ValueError(f"train: batch_size: got {config.batch_size}, wanted at least 1.")
+    """Refuses numbers and a plot that would fail later, the plot after the training."""
+    for name in ("batch_size", "checkpoint_every", "num_devices", "max_rows", "num_streams", "num_threads"):
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"train: {name}: got {value}, wanted at least 1.")
+    for name in ("bottom", "top"):
+        widths = getattr(config, name, ())
+        if any(width < 1 for width in widths):
+            raise ValueError(f"train: {name}: got {widths}, wanted widths of at least 1.")
+    if config.seed < 0:
+        raise ValueError(f"train: seed: got {config.seed}, wanted at least 0.")
     plot = config.plot
     if plot is not None and not (plot.absolute().parent.is_dir() and plot.suffix in (".png", ".svg", ".pdf")):
         raise ValueError(f"train: plot: got {plot}, wanted a file .png, .svg or .pdf in a folder that exists.")

@@ -198,7 +198,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int] | None:
     rows: dict[str, int] = {}
-    for text in given:
+    for text in sorted(given, key=lambda text: "=" in text):  # a number for all tables first
         table, equals, number = text.rpartition("=")
         if equals and table not in tables:
             raise ValueError(f'estimate: --num-rows: got table "{table}", wanted one of {list(tables)}.')

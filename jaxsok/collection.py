@@ -175,10 +175,10 @@ class Collection:
         library.register()
         shards = self.shards
         if shards.num_processes > 1:
-            sizes = [f"capacity of {table.name}: {table.capacity}, {table.max_capacity}" for table in self.tables]
+            given = [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", f"exchange: {self.exchange}"]
             features = [repr(feature) for feature in self.features]
-            given = [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}"]
-            processes.require_same("init", [*given, *specs_lib.describe(self.stores), *sizes, *features])
+            tables = [*specs_lib.describe(self.stores), *specs_lib.declarations(self.tables)]
+            processes.require_same("init", [*given, *tables, *features])
         free, host_share = enlarge.agree_on_room(self.stores, shards)
         asked = [(store, store.capacity) for store in self.stores]
         enlarge.require_memory(asked, "init", free, host_share, is_new=True)
@@ -745,7 +745,7 @@ class Collection:
 
         A key that has a row gets the record's row; a key that has none gets a new row, whatever the table's admission
         says. Other keys stay as they are. The store grows as it must, up to its `max_capacity`. Plans made before
-        become stale. In several processes all pass the same records in the same chunks (keys are compared), and each
+        become stale. In several processes all pass the same records in the same chunks (they are compared), and each
         enters those of its shards.
 
         Args:

@@ -206,10 +206,11 @@ class MemoryEstimate:
                 f"{name} {number:,}{' (its max_capacity)' if number == most[name] else ''}"
                 for name, number in largest.items()
             )
+            fraction = math.ceil(100 * self.total / self.device_bytes) / 100
+            wanted = f"must be at least {fraction:.2f}" if fraction < 1 else "cannot be large enough"
             lines += [
                 f"XLA gives arrays {format_bytes(self.memory_bytes)}, {self.memory_fraction:.0%} of "
-                f"{format_bytes(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION must be at least "
-                f"{math.ceil(100 * self.total / self.device_bytes) / 100:.2f}.",
+                f"{format_bytes(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION {wanted}.",
                 f"Rows that would fit: {rows}.",
             ]
         return "\n".join(lines)

@@ -562,7 +562,11 @@ class Pipeline:
         """
         error = self._failed
         but = "" if error is None else f"{type(error).__name__}: {error}"
-        differs = self._meet(f"no batch after {self._num_dispatched}", but)
+        try:
+            differs = self._meet(f"no batch after {self._num_dispatched}", but)
+        except TimeoutError:  # at once: steps of this process would meet other collectives of the others
+            self._failed, self._has_ended = None, True
+            raise not_none(error) from None
         self._failed, self._has_ended = error or differs, True
 
     def _plan_left(self) -> None:

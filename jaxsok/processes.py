@@ -13,6 +13,7 @@ import numpy as np
 
 MESSAGE_BYTES = 1024  # of an error that other processes see
 POLL_S = 5
+END_POLLS = 12  # for which a process that has failed waits for the others to come as far
 KEPT_VOTES = 64
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ def gather(topic: str, message: str) -> list[str]:
 _gatherings = itertools.count()
 
 
-def _read(client: Any, key: str, tell: Callable[[], None] = lambda: None) -> str:
-    """Waits for a value; calls `tell` once if that takes long."""
+def _read(client: Any, key: str, tell: Callable[[int], None] = lambda num_late: None) -> str:
+    """Waits for a value, as long as `tell` does not raise; it is called with the number of waits in vain."""
     num_late = 0
     while True:
         try:
@@ -103,15 +104,15 @@ def _read(client: Any, key: str, tell: Callable[[], None] = lambda: None) -> str
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             num_late += 1
-            if num_late == 2:
-                tell()
+            tell(num_late)
 
 
 def meet(op: str, what: str, but: str = "") -> ValueError | None:
     """Raises ValueError in every process if they come here with something else; the log says whom one waits for.
 
     If only `but` is another, the error is returned. A process that does not come, because its data go on otherwise,
-    waits for this one in a collective: for ever.
+    waits for this one in a collective: for ever. `but` says what has failed here: then this one waits for END_POLLS
+    alone and raises TimeoutError, since its end ends the others.
     """
     if jax.process_count() == 1:
         return None
@@ -122,14 +123,7 @@ def meet(op: str, what: str, but: str = "") -> ValueError | None:
     client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{own_text}", allow_overwrite=True)
     client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
     for process in range(jax.process_count()):
-        tell = functools.partial(
-            _log.warning,
-            "%s: this process has %s, and waits for process %d to have the same. If that goes on with other data, both "
-            "wait for ever: give all processes as many batches, of as many samples (pad_to).",
-            op,
-            what,
-            process,
-        )
+        tell = functools.partial(_tell_of_meeting, op, what, but, process)
         others.append(_read(client, f"jaxsok/meet/{number}/{process}", tell)[1:])
     _num_met = number + 1
     for process, other in enumerate(others):
@@ -144,6 +138,22 @@ def meet(op: str, what: str, but: str = "") -> ValueError | None:
 
 
 _num_met = 0
+
+
+def _tell_of_meeting(op: str, what: str, but: str, process: int, num_late: int) -> None:
+    if num_late == 2:
+        rest = (
+            f"but {but}. It waits for process {process} to come as far, for {END_POLLS * POLL_S} seconds, and then "
+            "raises that, which ends all processes."
+        )
+        if not but:
+            rest = (
+                f"and waits for process {process} to have the same. If that goes on with other data, both wait for "
+                "ever: give all processes as many batches, of as many samples (pad_to)."
+            )
+        _log.log(logging.ERROR if but else logging.WARNING, "%s: this process has %s, %s", op, what, rest)
+    if but and num_late == END_POLLS:
+        raise TimeoutError(f"{op}: process {process} did not come.")
 
 
 def agree(op: str, error: Exception | None) -> None:

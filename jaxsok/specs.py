@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -615,6 +616,16 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
     Capacities, learning rates, schedules and rounding may change between runs; they are not in it.
     """
     return hashlib.blake2b("\n".join(describe(stores)).encode(), digest_size=8).hexdigest()
+
+
+def declarations(tables: Sequence[TableSpec]) -> list[str]:
+    """Lists the texts by which processes compare all that tables declare; `describe` has what states depend on."""
+    lines = []
+    for table in tables:
+        values = {field.name: repr(getattr(table, field.name)) for field in dataclasses.fields(table)}
+        values["optimizer"] = table.optimizer.describe().replace("\n", " ")
+        lines += [f"{name} of {table.name}: {value}" for name, value in values.items()]
+    return [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]
 
 
 def describe(stores: Sequence[StoreSpec]) -> list[str]:

@@ -51,7 +51,8 @@ def import_table(
     writer = RecordWriter("import_table", specs, table, held, clock=now, is_reset=reset_state)
     importing = _Import(writer, num_rows)
     try:
-        for arrays in _read_chunks(table, chunks):
+        how = f"clock={int(now)}, num_rows={num_rows}, reset_state={reset_state}"
+        for arrays in _read_chunks(table, chunks, how):
             importing.enter(arrays)
         writer.settle()
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
@@ -74,17 +75,17 @@ def import_table(
     return held.state
 
 
-def _read_chunks(table: TableRef, chunks: Iterable[Records]) -> Iterator[dict[str, np.ndarray]]:
-    """Yields chunks that are checked. Several processes must have the same: what one raises, all raise."""
+def _read_chunks(table: TableRef, chunks: Iterable[Records], how: str) -> Iterator[dict[str, np.ndarray]]:
+    """Yields chunks that are checked. Several processes must have the same, as `how`: what one raises, all raise."""
     left = iter(chunks)
     while True:
         arrays, error, own = None, None, "no further chunk"
         try:
             for records in itertools.islice(left, 1):
                 arrays = check_chunk(table.spec, table.number, records)
-                own = f"{len(arrays['keys'])} keys"
                 if table.shards.num_processes > 1:
-                    own += f" of checksum {zlib.crc32(arrays['keys']):08x}"
+                    sums = [f"{name} of checksum {_checksum(array):08x}" for name, array in sorted(arrays.items())]
+                    own = f"{len(arrays['keys'])} records ({', '.join(sums)}) with {how}"
         except Exception as raised:
             error, own = raised, f"{type(raised).__name__}: {raised}"
         others = processes.gather("import_table", own) if table.shards.num_processes > 1 else [own]
@@ -99,6 +100,10 @@ def _read_chunks(table: TableRef, chunks: Iterable[Records]) -> Iterator[dict[st
         if arrays is None:
             return
         yield arrays
+
+
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
 
 
 def check_chunk(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:

@@ -274,13 +274,14 @@ def _finish(
             written.result()
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(saving.latest)
-        if latest > saving.part["clock"]:
-            raise ValueError(
-                f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
-                "lookups got another clock, or rows were imported with later last steps; pass clock= to all of lookup, "
-                "assign, import_table and exports, or to none, and import rows of a longer training without last_step."
-            )
         with processes.fail_together(op):
+            if latest > saving.part["clock"]:
+                raise ValueError(
+                    f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a "
+                    "row: lookups got another clock, or rows were imported with later last steps; pass clock= to all of "
+                    "lookup, assign, import_table and exports, or to none, and import rows of a longer training "
+                    "without last_step."
+                )
             kept = keys()
             if jax.process_index() == 0:
                 manifest_lib.join_parts(op, folder)

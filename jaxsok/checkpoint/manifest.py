@@ -45,6 +45,12 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
         if part["tables"].keys() != first["tables"].keys():
             what = f"tables: got {list(part['tables'])}, wanted {list(first['tables'])}, as process 0 saved"
             raise manifests.damage_error(op, _part_of(folder, n), what, CorruptFileError)
+        for name in ("clock", "step", "seed"):
+            if part[name] != first[name]:
+                raise ValueError(
+                    f"{op}: {name}: got {part[name]} in process {n} and {first[name]} in process 0, wanted the same in "
+                    "all processes; of a clock, take the time in one of them and send it to the others."
+                )
     whole = {name: value for name, value in first.items() if name not in ("tables", "bloom", "pause_s")}
     whole |= {"uuid": uuid.uuid4().hex, "pauses_s": [part["pause_s"] for part in parts], "tables": {}}
     whole[BLOOM] = [entry for part in parts for entry in part[BLOOM]]

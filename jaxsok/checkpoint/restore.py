@@ -213,8 +213,8 @@ def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], 
         if spec.max_capacity is not None and needed > spec.max_capacity:
             declared = {table.name: table.max_capacity for table in spec.tables}
             text = (
-                f"{source.op}: max_capacity: got {declared}, {spec.max_capacity} rows for a shard, wanted {needed} for a "
-                "shard, as was saved; "
+                f"{source.op}: max_capacity: got {declared}, {spec.max_capacity} rows for a shard, wanted {needed} for "
+                "a shard, as was saved; "
             )
             if spec.tables[0].eviction is None:
                 enough = needed if spec.is_replicated else needed * spec.num_shards

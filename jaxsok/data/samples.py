@@ -326,8 +326,8 @@ def _with_offsets(name: str, column: Any) -> Any:
     offsets = bag_offsets(places, given, len(bags.keys), what)
     if given == "lengths" and not _is_padding(bags.keys[(end := int(offsets[-1])) :]):
         raise ValueError(
-            f"{what}: lengths: got an end at {end} of {len(bags.keys)} keys, wanted all keys in bags, or PADDING_KEY after "
-            "the last bag."
+            f"{what}: lengths: got an end at {end} of {len(bags.keys)} keys, wanted all keys in bags, or PADDING_KEY "
+            "after the last bag."
         )
     if not np.can_cast(offsets.dtype, np.int64):
         offsets = offsets.astype(np.int64)

@@ -93,6 +93,8 @@ def read_batches(
       [array([0, 1]), array([2, 3])]
     """
     try:
+        if not zipfile.is_zipfile(path) and pathlib.Path(path).stat().st_size:
+            raise ValueError("a file that is no archive")
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {feature.name: stored[feature.name] for feature in features}
     except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:

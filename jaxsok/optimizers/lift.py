@@ -174,6 +174,11 @@ class Lifted(Optimizer):
         nodes = " ".join(self._form(dim).nodes)
         return f"{type(self).__name__}({nodes}{', rowwise' if self.rowwise else ''})"
 
+    def describe(self) -> str:
+        with _arithmetic_of_optax(), jax.ensure_compile_time_eval():
+            rows = jnp.ones((2, _A_DIM), jnp.float32)
+            return f"{self!r}, {jax.make_jaxpr(self.tx.update)(rows, self.tx.init(rows), rows)}"
+
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         return ()  # steps take the global state, which `advance` returns
 

@@ -92,6 +92,12 @@ class Optimizer(abc.ABC):
         """Returns a text, the same in every run, by which its state differs from that of others with equal names."""
         return type(self).__name__
 
+    def describe(self) -> str:
+        """Returns a text that two processes compare: its numbers, and a schedule's at some steps."""
+        with jax.ensure_compile_time_eval():
+            rates = [float(self.rate_at(step)) for step in (0, 1, 1000, 10**6) if callable(self.learning_rate)]
+        return f"{self!r}{f', rates {rates}' if rates else ''}"
+
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """Returns the per-row state of a table of the given dim."""

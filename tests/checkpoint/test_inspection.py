@@ -583,7 +583,7 @@ def test_estimate_prints_memory_estimate(tmp_path, capsys):
     """The command passes on every option."""
     (tmp_path / "tables.toml").write_text(TOML)
     declared = inspection.read_spec(tmp_path / "tables.toml")
-    options = ["--num-rows", "30000", "--num-rows", "item=1e6", "--shards", "4", "--num-samples", "64", "--steps", "2"]
+    options = ["--num-rows", "item=1e6", "--num-rows", "30000", "--shards", "4", "--num-samples", "64", "--steps", "2"]
     assert command_line.main(["estimate", str(tmp_path / "tables.toml"), *options, "--device-bytes", "80GiB"]) == 0
     expected = jaxsok.memory_estimate(
         declared.tables,

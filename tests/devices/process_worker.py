@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType
 
 import jaxsok
@@ -299,7 +300,7 @@ def uneven(mesh, job, number):
     """Trains on batches of which the second process has fewer, or one that is smaller there."""
     from jaxsok import processes
 
-    processes.POLL_S = 1
+    processes.POLL_S, processes.END_POLLS = 1, 3
     collection = jaxsok.Collection(TABLES[:1], FEATURES[:1], mesh=mesh, axis="data")
 
     def train_on(state, plan):
@@ -309,14 +310,16 @@ def uneven(mesh, job, number):
     step = jax.jit(train_on, donate_argnums=0)
     state, sizes = collection.init(seed=0), [8, 8, 8, 8]
     if number == 1:
-        sizes = {"uneven batches": sizes[:3], "uneven samples": [*sizes[:3], 4]}.get(job, sizes)
+        sizes = {"uneven batches": sizes[:3], "uneven failure alone": sizes[:2], "uneven samples": [*sizes[:3], 4]}.get(
+            job, sizes
+        )
     if job == "uneven later":
         sizes = [8, 4, 8 >> number, 8]
 
     def read():
         for size in sizes:
             yield {"user": np.arange(size)}
-        if job == "uneven failures" and number == 1:
+        if job.startswith("uneven failure") and number == 1:
             raise OSError("cannot be read")
 
     num_steps = 0
@@ -448,6 +451,10 @@ def errors_of_one(mesh, number, folder):
     note("load: rows", lambda: checkpoint.load(broken, collection))
     note("load: nowhere", lambda: checkpoint.load(nowhere, collection))
     note("export: taken", lambda: checkpoint.export_full(delta, collection, state))
+    timed = collection.assign(collection.init(seed=1), "user", np.arange(3), np.ones((3, DIM)), clock=1000)[0]
+    for name, clocks in (("earlier", (1000, 999)), ("clocks", (1001, 1002))):
+        to = functools.partial(checkpoint.export_full, folder / name, collection, timed, clock=clocks[number])
+        note(f"export: {name}", to)
     note("export: elsewhere", lambda: checkpoint.export_full([folder / "new", delta][number], collection, state))
     before = rows_of(state)
     note("load: live", lambda: checkpoint.load(broken, collection, state=state))
@@ -498,8 +505,21 @@ def refusals(mesh, number, folder):
             messages[name] = str(error)
 
     features = [jaxsok.FeatureSpec("user", "user")]
-    for name in ("dim", "capacity"):
+    # Nothing of these is in the form of a state; each would train with numbers or programs of its own.
+    factor, policies = 1 + number, jaxsok.policies
+    for name, options in {
+        "rate": {"optimizer": jaxsok.optim.sgd(0.1 * factor)},
+        "schedule": {"optimizer": jaxsok.optim.sgd(lambda step: 0.5 / (step + factor))},
+        "lifted": {"optimizer": jaxsok.optim.lift(optax.sgd(0.1 * factor))},
+        "row_gradient": {"row_gradient": ["sum", "mean"][number]},
+        "eviction": {"eviction": [policies.LeastRecentlyUsed(), policies.LeastFrequentlyUsed()][number]},
+        "admission": {"admission": policies.AdmitByCount(1 + factor)},
+    }.items():
+        tables[name] = [dataclasses.replace(tables["same"][0], **options)]
+    for name in sorted(tables.keys() - {"same"}):  # in the same order in all processes
         note(name, jaxsok.Collection(tables[name], features, mesh=mesh, axis="data").init)
+    wires = jaxsok.ExchangeSpec(rows=["float32", "bfloat16"][number])
+    note("exchange", jaxsok.Collection(tables["same"], features, mesh=mesh, axis="data", exchange=wires).init)
     same = jaxsok.Collection(tables["same"], features, mesh=mesh, axis="data")
     note("seed", lambda: same.init(seed=number))
     other = [jaxsok.FeatureSpec("user", "user", combiner=("sum", "mean")[number])]
@@ -507,16 +527,18 @@ def refusals(mesh, number, folder):
     note("ragged", lambda: same.batch({"user": jaxsok.Bags(np.arange(2), lengths=np.array([1, 1]))}))
     note("same", same.init)
 
-    def importing(*chunks):
+    def importing(*chunks, value=1, **options):
         def read():
             for keys in chunks:
                 if keys is None:
                     raise ValueError("cannot be read")
-                yield jaxsok.Records(np.array(keys, np.uint64), np.ones((len(keys), DIM), np.float32))
+                yield jaxsok.Records(np.array(keys, np.uint64), np.full((len(keys), DIM), value, np.float32))
 
-        return lambda: same.import_table(same.init(seed=0), "user", read())
+        return lambda: same.import_table(same.init(seed=0), "user", read(), **options)
 
     note("keys", importing([1, 2], [3, 4 + number]))
+    note("rows", importing([1, 2], value=number))
+    note("num_rows", importing([1, 2], num_rows=2 + number))
     note("chunks", importing(*([1], [2])[number:]))
     note("unread", importing([1], [2] if number else None))
     note("whole", importing([1], [2, 3]))

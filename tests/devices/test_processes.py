@@ -227,8 +227,10 @@ def test_refusals_in_all_processes(raised):
         messages = {name: str(message) for name, message in result.items()}
         assert messages.pop("same") == messages.pop("whole") == "nothing raised"
         for name, wanted in {
-            "keys": r"got 2 keys of checksum .* here and 2 keys of checksum .*, wanted the same records",
-            "chunks": "got (1 keys .* here and 1 keys|no further chunk here and|1 keys .* here and no further chunk)",
+            "keys": r"got 2 records \(keys of checksum .* here and 2 records .*, wanted the same records",
+            "rows": r"got 2 records .*rows of checksum .* here and 2 records .*, wanted the same records",
+            "num_rows": "got 2 records .*num_rows=2, .* 2 records .*num_rows=3,|num_rows=3, .*num_rows=2,",
+            "chunks": "got (1 rec.* here and 1 rec|no further chunk here and|1 rec.* here and no further chunk)",
             "unread": "cannot be read|here and ValueError: cannot be read in process 0",
         }.items():
             assert re.search(wanted, messages.pop(name)), name
@@ -239,6 +241,13 @@ def test_refusals_in_all_processes(raised):
             "capacity": ("capacity of user: 32", "capacity of user: 64"),
             "seed": ("seed: 0", "seed: 1"),
             "feature": ("'sum'", "'mean'"),
+            "rate": ("Sgd(learning_rate=0.1,", "Sgd(learning_rate=0.2,"),
+            "schedule": ("rates [0.5, 0.25,", "rates [0.25, 0.16"),
+            "lifted": ("-0.1", "-0.2"),
+            "row_gradient": ("row_gradient of user: 'sum'", "row_gradient of user: 'mean'"),
+            "eviction": ("LeastRecentlyUsed()", "LeastFrequentlyUsed("),
+            "admission": ("num_sightings=2", "num_sightings=3"),
+            "exchange": ("rows='float32'", "rows='bfloat16'"),
         }.items():
             message = messages.pop(name)
             assert message.startswith("init: specs: got ") and "in process 1 and" in message and "declare" in message
@@ -252,6 +261,7 @@ ERRORS = {
     "export: join_parts": (0, "OSError: [Errno 28] No space left"),
     "export: folder": (0, "NotADirectoryError: "),
     "export: taken": (0, "FileExistsError: export_full: path: got "),
+    "export: clocks": (0, "ValueError: export_full: clock: got 1002 in process 1 and 1001 in process 0"),
     "export: elsewhere": (1, "FileNotFoundError: export_full: path: got "),
     "delta: base": (1, "CorruptFileError: export_delta: file "),
     "delta: nowhere": (1, "FileNotFoundError: export_delta: path: got "),
@@ -278,7 +288,8 @@ def test_an_error_of_one_process_ends_a_call_in_all(raised):
         assert own[0].startswith(message), (name, own)
         assert f": process {process} failed: {message}" in other[0], (name, other)
         assert float(own[1]) < END_S and float(other[1]) < END_S, (name, own, other)
-    for result in results:
+    for result in results:  # the clock of one is refused, and that they differ
+        assert result.pop("export: earlier")[0].startswith("ValueError: export_full: clock: got 999")
         assert result.pop("left").tolist() == [[]]
         assert result.pop("unchanged").tolist() == result.pop("again").tolist() == ["True"]
         assert not result
@@ -352,6 +363,17 @@ def test_all_raise_what_one_reader_raises_after_the_batches_before_it(tmp_path):
     assert all(codes) and all("steps: 4" in text for text in texts), texts
     assert "ValueError: pipeline: batches: got no batch after 4 in process 0" in texts[0], texts
     assert "OSError: cannot be read" in texts[1], texts
+
+
+def test_what_a_reader_raises_in_one_process_alone_is_raised_and_ends_all(tmp_path):
+    """The others wait for it in a collective, where no time-out of theirs would end them.
+
+    It takes no further step either, whose collectives would be others than theirs.
+    """
+    codes = wait_for_end(start("uneven failure alone", tmp_path, 2, 2), tmp_path, timeout_s=120)
+    text = (tmp_path / "1.err").read_text()
+    assert all(codes) and "OSError: cannot be read" in text, text
+    assert "has no batch after 2, but OSError: cannot be read. It waits for process 0 to come as far" in text
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):

@@ -50,7 +50,7 @@ class Database(abc.ABC):
     @abc.abstractmethod
     def keys(self, name: str) -> Iterator[Sequence[bytes]]: ...  # all, some at a time
     def close(self, until: float | None = None) -> bool:
-        """Waits for work in the background until a time of `time.monotonic`, then ends; returns whether it has ended."""
+        """Waits for the background until a time of `time.monotonic`, then ends; returns whether all has ended."""
         return self.background.close(rest_s(until))
 
 
