@@ -278,8 +278,8 @@ def _finish(
             if latest > saving.part["clock"]:
                 raise ValueError(
                     f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a "
-                    "row: lookups got another clock, or rows were imported with later last steps; pass clock= to all of "
-                    "lookup, assign, import_table and exports, or to none, and import rows of a longer training "
+                    "row: lookups got another clock, or rows were imported with later last steps; pass clock= to all "
+                    "of lookup, assign, import_table and exports, or to none, and import rows of a longer training "
                     "without last_step."
                 )
             kept = keys()
