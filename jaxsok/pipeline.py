@@ -551,9 +551,9 @@ class Pipeline:
             self._sizes = _Sizes(layouts, default, [most_send_capacity(*pair) for pair in pairs])
         return self._sizes
 
-    def _meet(self, what: str, but: str = "") -> ValueError | None:
+    def _meet(self, what: str, failure: BaseException | None = None) -> ValueError | None:
         """Sees to it that other processes are as far, and have batches of the same form."""
-        return processes.meet("pipeline", what, but) if self._collection.shards.num_processes > 1 else None
+        return processes.meet("pipeline", what, failure) if self._collection.shards.num_processes > 1 else None
 
     def _meet_at_end(self) -> None:
         """Does so where there is no further batch. What a reader has raised is raised in its turn, in all processes.
@@ -561,12 +561,11 @@ class Pipeline:
         With other numbers of batches none may go on: its collectives would be others.
         """
         error = self._failed
-        but = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            differs = self._meet(f"no batch after {self._num_dispatched}", but)
-        except TimeoutError:  # at once: steps of this process would meet other collectives of the others
+            differs = self._meet(f"no batch after {self._num_dispatched}", error)
+        except Exception:  # at once, also the error itself: steps of this process would meet other collectives
             self._failed, self._has_ended = None, True
-            raise not_none(error) from None
+            raise
         self._failed, self._has_ended = error or differs, True
 
     def _plan_left(self) -> None:

@@ -107,23 +107,23 @@ def _read(client: Any, key: str, tell: Callable[[int], None] = lambda num_late: 
             tell(num_late)
 
 
-def meet(op: str, what: str, but: str = "") -> ValueError | None:
+def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError | None:
     """Raises ValueError in every process if they come here with something else; the log says whom one waits for.
 
-    If only `but` is another, the error is returned. A process that does not come, because its data go on otherwise,
-    waits for this one in a collective: for ever. `but` says what has failed here: then this one waits for END_POLLS
-    alone and raises TimeoutError, since its end ends the others.
+    If only their `failure` differs, the error is returned. A process that does not come, because its data go on
+    otherwise, waits for this one in a collective: for ever. With a `failure` this one waits for END_POLLS alone and
+    then raises it, since its end ends the others.
     """
     if jax.process_count() == 1:
         return None
     global _num_met
-    client, number, own, others = _client(), _num_met, jax.process_index(), []
+    client, number, own, others, but = _client(), _num_met, jax.process_index(), [], _describe(failure)
     own_text, error = f"{what}, but {but}" if but else what, None
     # After a Ctrl-C this is done again, under the same number.
     client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{own_text}", allow_overwrite=True)
     client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
     for process in range(jax.process_count()):
-        tell = functools.partial(_tell_of_meeting, op, what, but, process)
+        tell = functools.partial(_tell_of_meeting, op, what, failure, process)
         others.append(_read(client, f"jaxsok/meet/{number}/{process}", tell)[1:])
     _num_met = number + 1
     for process, other in enumerate(others):
@@ -140,20 +140,20 @@ def meet(op: str, what: str, but: str = "") -> ValueError | None:
 _num_met = 0
 
 
-def _tell_of_meeting(op: str, what: str, but: str, process: int, num_late: int) -> None:
+def _tell_of_meeting(op: str, what: str, failure: BaseException | None, process: int, num_late: int) -> None:
     if num_late == 2:
         rest = (
-            f"but {but}. It waits for process {process} to come as far, for {END_POLLS * POLL_S} seconds, and then "
+            f"but {_describe(failure)}. It waits for process {process} to come as far, for {END_POLLS * POLL_S} seconds, and then "
             "raises that, which ends all processes."
         )
-        if not but:
+        if failure is None:
             rest = (
                 f"and waits for process {process} to have the same. If that goes on with other data, both wait for "
                 "ever: give all processes as many batches, of as many samples (pad_to)."
             )
-        _log.log(logging.ERROR if but else logging.WARNING, "%s: this process has %s, %s", op, what, rest)
-    if but and num_late == END_POLLS:
-        raise TimeoutError(f"{op}: process {process} did not come.")
+        _log.log(logging.ERROR if failure else logging.WARNING, "%s: this process has %s, %s", op, what, rest)
+    if failure is not None and num_late == END_POLLS:
+        raise failure
 
 
 def agree(op: str, error: Exception | None) -> None:
