@@ -103,8 +103,8 @@ def _read(client: Any, key: str, tell: Callable[[int], None] = lambda num_late: 
             # A dead process ends this one; this waits for a process that is late.
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            num_late += 1
-            tell(num_late)
+        num_late += 1
+        tell(num_late)
 
 
 def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError | None:
@@ -143,8 +143,8 @@ _num_met = 0
 def _tell_of_meeting(op: str, what: str, failure: BaseException | None, process: int, num_late: int) -> None:
     if num_late == 2:
         rest = (
-            f"but {_describe(failure)}. It waits for process {process} to come as far, for {END_POLLS * POLL_S} seconds, and then "
-            "raises that, which ends all processes."
+            f"but {_describe(failure)}. It waits for process {process} to come as far, for {END_POLLS * POLL_S} "
+            "seconds, and then raises that, which ends all processes."
         )
         if failure is None:
             rest = (
