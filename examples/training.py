@@ -201,12 +201,14 @@ def check_options(config: Any) -> None:
         value = getattr(config, name, None)
         if value is not None and value < 1:
             raise ValueError(f"train: {name}: got {value}, wanted at least 1.")
-    for name in ("bottom", "top"):
+    for name in ("bottom", "top", "hidden"):
         widths = getattr(config, name, ())
         if any(width < 1 for width in widths):
             raise ValueError(f"train: {name}: got {widths}, wanted widths of at least 1.")
-    if config.seed < 0:
-        raise ValueError(f"train: seed: got {config.seed}, wanted at least 0.")
+    for name in ("seed", "held_out_rows"):
+        value = getattr(config, name, None)
+        if value is not None and value < 0:
+            raise ValueError(f"train: {name}: got {value}, wanted at least 0.")
     plot = config.plot
     if plot is not None and not (plot.absolute().parent.is_dir() and plot.suffix in (".png", ".svg", ".pdf")):
         raise ValueError(f"train: plot: got {plot}, wanted a file .png, .svg or .pdf in a folder that exists.")

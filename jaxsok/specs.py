@@ -623,8 +623,8 @@ def declarations(tables: Sequence[TableSpec]) -> list[str]:
     lines = []
     for table in tables:
         values = {field.name: repr(getattr(table, field.name)) for field in dataclasses.fields(table)}
-        values["optimizer"] = table.optimizer.describe().replace("\n", " ")
-        lines += [f"{name} of {table.name}: {value}" for name, value in values.items()]
+        values["optimizer"] = table.optimizer.describe()
+        lines += [f"{name} of {table.name}: {line}" for name, text in values.items() for line in text.splitlines()]
     return [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]
 
 

@@ -338,6 +338,7 @@ def _with_offsets(name: str, column: Any) -> Any:
 
 def _is_padding(keys: np.ndarray) -> bool:
     """Returns whether all of these are PADDING_KEY, as numbers of 64 bits (int32 -1 too) or as pairs of words."""
+    keys = np.asarray(keys)
     padding = PADDING_KEY if keys.ndim == 1 else keys_lib.PADDING_WORD
     return not keys.size or (keys.dtype.kind in "iu" and bool((keys.astype(np.uint64) == padding).all()))
 

@@ -176,8 +176,12 @@ class Lifted(Optimizer):
 
     def describe(self) -> str:
         with _arithmetic_of_optax(), jax.ensure_compile_time_eval():
-            rows = jnp.ones((2, _A_DIM), jnp.float32)
-            return f"{self!r}, {jax.make_jaxpr(self.tx.update)(rows, self.tx.init(rows), rows)}"
+            rows, globals_ = jnp.ones((2, _A_DIM), jnp.float32), self.init_globals(_A_DIM)
+            closed = jax.make_jaxpr(self.tx.update)(rows, self.tx.init(rows), rows)
+            # Arrays that functions close over are not in the text; an update depends on them.
+            updates, _ = self.tx.update(rows, self.tx.init(rows), rows)
+            numbers = [np.asarray(leaf).tolist() for leaf in (*globals_, updates[0])]
+            return f"{self!r}\n{numbers}\n{closed}"
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         return ()  # steps take the global state, which `advance` returns

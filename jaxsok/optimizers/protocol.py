@@ -93,7 +93,7 @@ class Optimizer(abc.ABC):
         return type(self).__name__
 
     def describe(self) -> str:
-        """Returns a text that two processes compare: its numbers, and a schedule's at some steps."""
+        """Returns a text that processes compare, line by line: its numbers, and a schedule's at some steps."""
         with jax.ensure_compile_time_eval():
             rates = [float(self.rate_at(step)) for step in (0, 1, 1000, 10**6) if callable(self.learning_rate)]
         return f"{self!r}{f', rates {rates}' if rates else ''}"

@@ -511,6 +511,8 @@ def refusals(mesh, number, folder):
         "rate": {"optimizer": jaxsok.optim.sgd(0.1 * factor)},
         "schedule": {"optimizer": jaxsok.optim.sgd(lambda step: 0.5 / (step + factor))},
         "lifted": {"optimizer": jaxsok.optim.lift(optax.sgd(0.1 * factor))},
+        "injected": {"optimizer": jaxsok.optim.lift(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1 * factor))},
+        "array": {"optimizer": jaxsok.optim.lift(optax.sgd(jnp.float32(0.5 * factor)))},
         "row_gradient": {"row_gradient": ["sum", "mean"][number]},
         "eviction": {"eviction": [policies.LeastRecentlyUsed(), policies.LeastFrequentlyUsed()][number]},
         "admission": {"admission": policies.AdmitByCount(1 + factor)},

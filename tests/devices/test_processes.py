@@ -244,6 +244,8 @@ def test_refusals_in_all_processes(raised):
             "rate": ("Sgd(learning_rate=0.1,", "Sgd(learning_rate=0.2,"),
             "schedule": ("rates [0.5, 0.25,", "rates [0.25, 0.16"),
             "lifted": ("-0.1", "-0.2"),
+            "injected": ("optimizer of user: [0", "optimizer of user: [0"),
+            "array": ("-0.5", "-1.0"),
             "row_gradient": ("row_gradient of user: 'sum'", "row_gradient of user: 'mean'"),
             "eviction": ("LeastRecentlyUsed()", "LeastFrequentlyUsed("),
             "admission": ("num_sightings=2", "num_sightings=3"),

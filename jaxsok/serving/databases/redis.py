@@ -217,7 +217,7 @@ class RedisDatabase(Database):
     def _failure(self, error: Exception) -> DatabaseError:
         wanted = f"answers in {self._config.timeout_s:g} s; see that its servers run, then try again"
         if isinstance(error, _NO_KEYS_THERE):
-            wanted = "a cluster whose servers run and have all keys; try again when it does"
+            wanted = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
         elif isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
         return DatabaseError(

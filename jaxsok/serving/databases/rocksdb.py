@@ -23,6 +23,7 @@ except ImportError as error:
     raise ImportError(f"rocksdict: got no such module, {wanted}.", name="rocksdict") from error
 
 _log = logging.getLogger(__name__)
+_MEMORY_TABLES = "active-mem-table", "imm-mem-tables"  # in the order in which entries move
 _Result = TypeVar("_Result")
 _CACHE_MB, _UNWRITTEN_BYTES = 8, 64 << 20  # of a table: blocks that were read (as in HPS), and rows to be written
 
@@ -150,10 +151,9 @@ class RocksDatabase(Database):
 
 
 def _count_values(column: Any) -> int:
-    """Counts entries that are no erasures; what is written into a file meanwhile is counted twice rather than never."""
-    counts = {"entries": 0, "deletes": 0}
-    for kind, memory in itertools.product(counts, ("active-mem-table", "imm-mem-tables")):
-        counts[kind] += column.property_int_value(f"rocksdb.num-{kind}-{memory}")
+    """Counts entries, without the erasures of files; what moves from memory to a file meanwhile is counted twice."""
+    in_memory = (column.property_int_value(f"rocksdb.num-entries-{kind}") for kind in _MEMORY_TABLES)
+    num_written = sum(in_memory)  # before those of files
     of_files = column.property_value("rocksdb.aggregated-table-properties")
     in_files = {kind: int(number) for kind, number in re.findall(r"# (entries|deletions)=(\d+)", of_files)}
-    return counts["entries"] - counts["deletes"] + in_files["entries"] - in_files["deletions"]
+    return num_written + in_files["entries"] - in_files["deletions"]
