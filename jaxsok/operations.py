@@ -24,6 +24,7 @@ from jaxsok import (
     keys as keys_lib,
     plan as plan_lib,
     policies,
+    processes,
     table as table_lib,
     tickets,
 )
@@ -119,6 +120,10 @@ def evict(
                 "the host. Call evict between steps."
             )
     (state,) = guards.refuse_transforms("evict", state=state)
+    if collection.shards.num_processes > 1 and not _is_traced((state, now, num_rows)):
+        processes.require_same(
+            "evict", [f"table: {table}", f"policy: {policy}", f"num_rows: {num_rows}", f"clock: {now}"]
+        )
     now = state.step if now is None else now
     budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
     stores, by_store = evict_lib.evict(leaving, state.stores, state.seed, now, budgets, hand_over)
@@ -189,7 +194,10 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
             ]
             counted.append(features)
         elif checks.is_integer(features, 0):
-            keys = [keys_of_total(spec, int(features)) for spec in collection.stores]
+            total = int(features)
+            if collection.shards.num_processes > 1:
+                total = processes.greatest(total)
+            keys = [keys_of_total(spec, total) for spec in collection.stores]
         else:
             got = repr(given) if isinstance(given, (int, float)) else type(given).__name__
             raise TypeError(

@@ -33,7 +33,7 @@ def require_same(op: str, lines: Sequence[str]) -> None:
         pairs = zip([*texts[0], "(nothing)"], [*other, "(nothing)"], strict=False)
         first, second = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
-            f"{op}: specs: got {second!r} in process {process} and {first!r} in process 0, wanted the same in all "
+            f"{op}: got {second!r} in process {process} and {first!r} in process 0, wanted the same in all "
             f"{len(texts)} processes; declare the same everywhere."
         )
 

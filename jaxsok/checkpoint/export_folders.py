@@ -222,6 +222,8 @@ def _begin_export(
             chain = _open_base(op, collection, state, base, clock)
         last, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder.resolve(), final.parent.resolve())
         rests_on = {"base": last["uuid"], "base_path": base_path, "since": last["clock"]}
+    # Each process writes the rows of its own shards.
+    processes.require_same(op, [f"clock: {clock}", f"bases: {[source.manifest['uuid'] for source in chain]}"])
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
     token = processes.draw_words(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
@@ -274,14 +276,13 @@ def _finish(
             written.result()
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(saving.latest)
+        if latest > saving.part["clock"]:
+            raise ValueError(
+                f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
+                "lookups got another clock, or rows were imported with later last steps; pass clock= to all of lookup, "
+                "assign, import_table and exports, or to none, and import rows of a longer training without last_step."
+            )
         with processes.fail_together(op):
-            if latest > saving.part["clock"]:
-                raise ValueError(
-                    f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a "
-                    "row: lookups got another clock, or rows were imported with later last steps; pass clock= to all "
-                    "of lookup, assign, import_table and exports, or to none, and import rows of a longer training "
-                    "without last_step."
-                )
             kept = keys()
             if jax.process_index() == 0:
                 manifest_lib.join_parts(op, folder)

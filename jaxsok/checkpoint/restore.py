@@ -94,6 +94,7 @@ def apply_delta(
         taken = check_forms(source, collection, tables, optimizer_state)
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
         source.verify(list(taken))
+    _require_same([source], tables, optimizer_state, now)
     held = Restoring(state, collection, optimizer_state, is_whole=tables is None, now=now)
     with _kept_on_errors(held, taken):
         _apply_link(source, held, taken)
@@ -125,6 +126,7 @@ def restore(
             # Before rows of the state go: a damaged batch must not cost them.
             for source in chain:
                 source.verify(names)
+    _require_same(chain, tables, optimizer_state, now if state is not None else "of a new state")
     if state is None:
         low, high = full.manifest["seed"]
         state = collection.init(seed=low | high << 32)
@@ -137,6 +139,13 @@ def restore(
     if tables is None:
         non_row_state.restore_looks(chain[-1], held)
     return held.state
+
+
+def _require_same(chain: Sequence[Source], tables: Any, optimizer_state: str, now: Any) -> None:
+    """Requires all processes to read the same: each reads the rows of its own shards alone."""
+    given = {"tables": tables, "optimizer_state": optimizer_state, "clock": now}
+    lines = [f"{name}: {value}" for name, value in given.items()]
+    processes.require_same(chain[0].op, [f"exports: {[source.manifest['uuid'] for source in chain]}", *lines])
 
 
 @contextlib.contextmanager

@@ -91,6 +91,8 @@ class Batches(grain.MapDataset):
         counts = {"batch_size": batch_size, "shuffle_batches": shuffle_batches, "num_streams": streams}
         for name, value in (counts | {"process_count": count}).items():
             checks.integer(f"Batches: {name}", value, 1)
+        self.form = counts | {"seed": seed}
+        """What a state of an iterator holds for; the processes are not in it."""
         checks.integer("Batches: process_index", index, 0, count - 1)
         if seed is not None:
             checks.integer("Batches: seed", seed, 0)
@@ -180,15 +182,24 @@ def iterate(
         if not flags.FLAGS.is_parsed():  # Grain reads its own, also in a program that has none
             flags.FLAGS.mark_as_parsed()
         read = read.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=num_ahead))
-    return _ReadAgain(iter(read))
+    return _ReadAgain(iter(read), _forms_of(dataset))
+
+
+def _forms_of(dataset: grain.MapDataset) -> list[dict[str, int | None]]:
+    """Lists the forms of the batches that a dataset is made of."""
+    own = [dataset.form] if isinstance(dataset, Batches) else []
+    return own + [form for parent in dataset.parents for form in _forms_of(parent)]
 
 
 class _ReadAgain(grain.DatasetIterator):
-    """Reads a batch again that could not be read; Grain's own iterator leaves it out, and its state names others."""
+    """Reads a batch again that could not be read; Grain's own iterator leaves it out, and its state names others.
 
-    def __init__(self, read: grain.DatasetIterator):
+    Its state also has the form of the batches: in another form, their numbers are those of other samples.
+    """
+
+    def __init__(self, read: grain.DatasetIterator, forms: list[dict[str, int | None]]):
         super().__init__(read)
-        self._read = read
+        self._read, self._forms = read, forms
 
     def __next__(self) -> Any:
         state = self.get_state()
@@ -201,10 +212,16 @@ class _ReadAgain(grain.DatasetIterator):
             raise
 
     def get_state(self) -> Any:
-        return self._read.get_state()
+        return {**self._read.get_state(), "batches": self._forms}
 
     def set_state(self, state: Any) -> None:
-        self._read.set_state(state)
+        left = dict(state)
+        if (forms := left.pop("batches", self._forms)) != self._forms:
+            raise ValueError(
+                f"iterate: state: got one of batches {forms}, wanted {self._forms}; make Batches as they were: "
+                "num_streams is the number of processes unless it is given."
+            )
+        self._read.set_state(left)
 
 
 class PackBatch(grain.transforms.Map):

@@ -455,6 +455,17 @@ def errors_of_one(mesh, number, folder):
     for name, clocks in (("earlier", (1000, 999)), ("clocks", (1001, 1002))):
         to = functools.partial(checkpoint.export_full, folder / name, collection, timed, clock=clocks[number])
         note(f"export: {name}", to)
+    # Equal rows, so nothing but the names of the exports differs.
+    checkpoint.export_full(folder / "twin", collection, state)
+    other = [delta, folder / "twin"][number]
+    note("delta: bases", lambda: checkpoint.export_delta(folder / "mixed", collection, state, other))
+    note("load: other", lambda: checkpoint.load([[folder / "full", delta], folder / "twin"][number], collection))
+    checkpoint.export_delta(folder / "second", collection, state, folder / "full")
+    base, link = checkpoint.load(folder / "full", collection), [delta, folder / "second"][number]
+    note("apply: other", lambda: checkpoint.apply_delta(link, collection, base, after=folder / "full"))
+    note("evict", lambda: collection.evict(state, "user", jaxsok.policies.LeastRecentlyUsed(), num_rows=7 + number))
+    grown = collection.grow(collection.init(seed=2), 1000 * (1 + number))
+    found["grown"] = [store.capacity for store in grown.stores]
     note("export: elsewhere", lambda: checkpoint.export_full([folder / "new", delta][number], collection, state))
     before = rows_of(state)
     note("load: live", lambda: checkpoint.load(broken, collection, state=state))
@@ -464,8 +475,8 @@ def errors_of_one(mesh, number, folder):
     found["unchanged"] = [str(rows_of(state) == before)]
     for kind, checkpointer in (("async", ocp.AsyncCheckpointer), ("sync", ocp.Checkpointer)):
 
-        def save(case, kind=kind, checkpointer=checkpointer, compression="none"):
-            arguments = checkpoint.TablesSave(collection, state, compression=compression)
+        def save(case, kind=kind, checkpointer=checkpointer, compression="none", clock=None):
+            arguments = checkpoint.TablesSave(collection, state, compression=compression, clock=clock)
             with checkpointer(checkpoint.TablesCheckpointHandler()) as saver:
                 saver.save(folder / f"{kind} {case}", args=arguments)
                 if kind == "async":
@@ -475,11 +486,14 @@ def errors_of_one(mesh, number, folder):
             with full_disk(case, process):
                 note(f"{kind}: {case}", functools.partial(save, case))
         note(f"{kind}: refused", functools.partial(save, "refused", compression=["none", "zip"][number]))
+        note(f"{kind}: clocks", functools.partial(save, "clocks", clock=number))
     items = folder / "items"
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(items, args=checkpoint.TablesSave(collection, state))
     broken = damage(items)
     handler = checkpoint.TablesCheckpointHandler()
     note("restore", lambda: handler.restore(broken, checkpoint.TablesRestore(collection)))
+    lines = checkpoint.TablesRestore(collection, state=state, tables=["user"], clock=7 * number)
+    note("restore: other", lambda: handler.restore(items, lines))
     # All processes are still in step.
     again = checkpoint.load(delta, collection)
     found["again"] = [

@@ -252,7 +252,7 @@ def test_refusals_in_all_processes(raised):
             "exchange": ("rows='float32'", "rows='bfloat16'"),
         }.items():
             message = messages.pop(name)
-            assert message.startswith("init: specs: got ") and "in process 1 and" in message and "declare" in message
+            assert message.startswith("init: got ") and "in process 1 and" in message and "declare" in message
             assert second in message.split("in process 1")[0] and first in message.split("in process 1")[1], message
         assert not messages
 
@@ -263,7 +263,8 @@ ERRORS = {
     "export: join_parts": (0, "OSError: [Errno 28] No space left"),
     "export: folder": (0, "NotADirectoryError: "),
     "export: taken": (0, "FileExistsError: export_full: path: got "),
-    "export: clocks": (0, "ValueError: export_full: clock: got 1002 in process 1 and 1001 in process 0"),
+    "async: clocks": (0, "ValueError: TablesSave: clock: got 1 in process 1 and 0 in process 0"),
+    "sync: clocks": (0, "ValueError: TablesSave: clock: got 1 in process 1 and 0 in process 0"),
     "export: elsewhere": (1, "FileNotFoundError: export_full: path: got "),
     "delta: base": (1, "CorruptFileError: export_delta: file "),
     "delta: nowhere": (1, "FileNotFoundError: export_delta: path: got "),
@@ -290,8 +291,20 @@ def test_an_error_of_one_process_ends_a_call_in_all(raised):
         assert own[0].startswith(message), (name, own)
         assert f": process {process} failed: {message}" in other[0], (name, other)
         assert float(own[1]) < END_S and float(other[1]) < END_S, (name, own, other)
-    for result in results:  # the clock of one is refused, and that they differ
-        assert result.pop("export: earlier")[0].startswith("ValueError: export_full: clock: got 999")
+    for result in reversed(results):
+        for name, op, given in (
+            ("export: clocks", "export_full", "'clock: 1002' in process 1 and 'clock: 1001'"),
+            ("export: earlier", "export_full", "'clock: 999' in process 1 and 'clock: 1000'"),
+            ("delta: bases", "export_delta", '"bases: .*" in process 1 and "bases: .*"'),
+            ("load: other", "load", '"exports: .*" in process 1 and "exports: .*"'),
+            ("apply: other", "apply_delta", '"exports: .*" in process 1 and "exports: .*"'),
+            ("restore: other", "TablesRestore", "'clock: 7' in process 1 and 'clock: 0'"),
+            ("evict", "evict", "'num_rows: 8' in process 1 and 'num_rows: 7'"),
+        ):
+            message = str(result.pop(name)[0])
+            assert re.match(rf"ValueError: {op}: got {given} in process 0, wanted the same in all 2", message), message
+        assert result["grown"].tolist() == results[0]["grown"].tolist() and result["grown"].min() >= 2000
+        del result["grown"]
         assert result.pop("left").tolist() == [[]]
         assert result.pop("unchanged").tolist() == result.pop("again").tolist() == ["True"]
         assert not result
