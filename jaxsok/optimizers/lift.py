@@ -180,7 +180,7 @@ class Lifted(Optimizer):
             closed = jax.make_jaxpr(self.tx.update)(rows, self.tx.init(rows), rows)
             # Arrays that functions close over are not in the text; an update depends on them.
             updates, _ = self.tx.update(rows, self.tx.init(rows), rows)
-            numbers = [np.asarray(leaf).tolist() for leaf in (*globals_, updates[0])]
+            numbers = [np.asarray(leaf).tolist() for leaf in (*globals_, np.asarray(updates)[0])]
             return f"{self!r}\n{numbers}\n{closed}"
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
