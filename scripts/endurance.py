@@ -45,7 +45,7 @@ import pyarrow.ipc
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import checkpoint, grow as grow_lib, optim, policies, windows
+from jaxsok import checkpoint, enlarge, optim, policies, windows
 
 TABLES = ("user", "page", "item", "query", "country")
 NUM_RAWS = 32  # drawn batches; a step takes one of them, with its keys shifted
@@ -292,9 +292,7 @@ def work(options):
 
 def die_in_growth():
     """Kills the process as soon as a larger store is put together."""
-    return unittest.mock.patch.object(
-        grow_lib, "with_slab", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    )
+    return unittest.mock.patch.object(enlarge, "with_slab", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def step_ms(times):

@@ -5,12 +5,15 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+
+import jaxsok
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/endurance.py"
@@ -51,6 +54,17 @@ def test_a_run_of_200_steps():
     values = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in reported.splitlines() if ":" in line}
     assert int(values["growths"]) >= 1
     assert "'full': 1, 'delta': 3" in values["checkpoints"] and "'times': 0" not in values["evictions"]
+
+
+def test_the_step_of_a_growth_in_which_a_process_dies_is_reached(monkeypatch):
+    """The slow tests kill a process there; this one needs no process."""
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=8)
+    collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec("user", "user")])
+    killed = []
+    monkeypatch.setattr(endurance.os, "kill", lambda *given: killed.append(given))
+    with endurance.die_in_growth(), pytest.raises(AttributeError):  # what is returned is no store
+        collection.grow(collection.init(seed=0), 1000)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
 @pytest.mark.slow
