@@ -121,10 +121,10 @@ def restore(
             now = time_of(op, state, clock)
         taken = [check_forms(source, collection, tables, optimizer_state) for source in chain]
         names = list(taken[0])
-        full.check(names)
-        if state is not None:
-            # Before rows of the state go: a damaged batch must not cost them.
-            for source in chain:
+        for source in chain:
+            if state is None:
+                source.check(names)
+            else:  # before rows of the state go: a damaged batch must not cost them
                 source.verify(names)
     _require_same(chain, tables, optimizer_state, now if state is not None else "of a new state")
     if state is None:

@@ -554,7 +554,8 @@ def test_a_process_for_each_device_writes_records(tmp_path):
     assert [process.wait(timeout=300) for process in running] == [0, 0]
     about, found, failures = records.load(tmp_path / "found.json")
     assert not failures and about["options"]["processes"] == 2
-    programs = {"pipelined", "fed, prefetch=0", "fed, prefetch=2", "planned", "plan"}
+    fed = {f"fed, {stacked}prefetch={number}" for stacked in ("", "stacked, ") for number in (0, 2)}
+    programs = {"pipelined", "two programs", "stacked", "planned", "plan", *fed}
     forms = {(record.notes["program"], record.notes["wire"]) for record in found}
     assert forms == {(program, wire) for program in programs for wire in ("float32", f"{records.BAGS}float32")}
     step = targets._on_mesh(2, workload="W5", wire=f"{records.BAGS}float32", front_end=records.PROCESSES)
