@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -625,7 +624,7 @@ def declarations(tables: Sequence[TableSpec]) -> list[str]:
         values = {field.name: repr(getattr(table, field.name)) for field in dataclasses.fields(table)}
         values["optimizer"] = table.optimizer.describe()
         lines += [f"{name} of {table.name}: {line}" for name, text in values.items() for line in text.splitlines()]
-    return [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]
+    return lines
 
 
 def describe(stores: Sequence[StoreSpec]) -> list[str]:

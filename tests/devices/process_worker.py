@@ -465,6 +465,10 @@ def errors_of_one(mesh, number, folder):
     note("apply: other", lambda: checkpoint.apply_delta(link, collection, base, after=folder / "full"))
     note("evict", lambda: collection.evict(state, "user", jaxsok.policies.LeastRecentlyUsed(), num_rows=7 + number))
     grown = collection.grow(collection.init(seed=2), 1000 * (1 + number))
+    # An address of its own in each process makes no difference.
+    lowest = jaxsok.policies.LowestScore(lambda facts: facts.last_step)
+    evicted = collection.evict(jax.tree.map(jnp.copy, state), "user", lowest, num_rows=7)[1]
+    found["left in user"] = [int(multihost_utils.process_allgather(evicted.num_evicted, tiled=True)[0])]
     found["grown"] = [store.capacity for store in grown.stores]
     note("export: elsewhere", lambda: checkpoint.export_full([folder / "new", delta][number], collection, state))
     before = rows_of(state)
