@@ -197,18 +197,12 @@ def _by_store(stats: jaxsok.Stats) -> dict[int, int]:
 
 def check_options(config: Any) -> None:
     """Refuses numbers and a plot that would fail later, the plot after the training."""
-    for name in ("batch_size", "checkpoint_every", "num_devices", "max_rows", "num_streams", "num_threads"):
+    positive = "batch_size checkpoint_every num_devices max_rows num_streams num_threads bottom top hidden"
+    for name, least in (dict.fromkeys(positive.split(), 1) | {"seed": 0, "held_out_rows": 0}).items():
         value = getattr(config, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"train: {name}: got {value}, wanted at least 1.")
-    for name in ("bottom", "top", "hidden"):
-        widths = getattr(config, name, ())
-        if any(width < 1 for width in widths):
-            raise ValueError(f"train: {name}: got {widths}, wanted widths of at least 1.")
-    for name in ("seed", "held_out_rows"):
-        value = getattr(config, name, None)
-        if value is not None and value < 0:
-            raise ValueError(f"train: {name}: got {value}, wanted at least 0.")
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        if any(number < least for number in numbers):
+            raise ValueError(f"train: {name}: got {value}, wanted at least {least}.")
     plot = config.plot
     if plot is not None and not (plot.absolute().parent.is_dir() and plot.suffix in (".png", ".svg", ".pdf")):
         raise ValueError(f"train: plot: got {plot}, wanted a file .png, .svg or .pdf in a folder that exists.")

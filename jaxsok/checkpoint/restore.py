@@ -143,9 +143,9 @@ def restore(
 
 def _require_same(chain: Sequence[Source], tables: Any, optimizer_state: str, now: Any) -> None:
     """Requires all processes to read the same: each reads the rows of its own shards alone."""
-    given = {"tables": tables, "optimizer_state": optimizer_state, "clock": now}
-    lines = [f"{name}: {value}" for name, value in given.items()]
-    processes.require_same(chain[0].op, [f"exports: {[source.manifest['uuid'] for source in chain]}", *lines])
+    exports = [source.manifest["uuid"] for source in chain]
+    given = {"exports": exports, "tables": tables, "optimizer_state": optimizer_state, "clock": now}
+    processes.require_same(chain[0].op, [f"{name}: {value}" for name, value in given.items()])
 
 
 @contextlib.contextmanager

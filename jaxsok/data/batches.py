@@ -92,7 +92,7 @@ class Batches(grain.MapDataset):
         for name, value in (counts | {"process_count": count}).items():
             checks.integer(f"Batches: {name}", value, 1)
         self.form = counts | {"seed": seed}
-        """What a state of an iterator holds for; the processes are not in it."""
+        """A state of an iterator holds for batches of this form alone, in any number of processes."""
         checks.integer("Batches: process_index", index, 0, count - 1)
         if seed is not None:
             checks.integer("Batches: seed", seed, 0)

@@ -23,6 +23,8 @@ from redis.retry import Retry
 TIMEOUT_S = 5.0  # for an answer of Redis
 CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError  # ValueError: the URL's query
 GONE, UNWRITTEN = "gone", "unwritten"  # kinds: Redis no longer has the files, or this host cannot write them
+KEYS_AWAY = "AskError", "ClusterDownError", "MasterDownError", "MovedError", "TryAgainError"  # kinds, of a cluster
+WANTED_KEYS = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
 
 
 def text_of(error: Exception) -> str:

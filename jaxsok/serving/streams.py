@@ -37,7 +37,16 @@ from jaxsok.serving.config.keys import URL_OF_REDIS, is_url_of_redis
 from jaxsok.serving.databases.redis import redis
 from jaxsok.serving.errors import DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.ready import Repeated
-from jaxsok.serving.stream_files import CAN_FAIL, GONE, TIMEOUT_S, UNWRITTEN, connect, text_of
+from jaxsok.serving.stream_files import (
+    CAN_FAIL,
+    GONE,
+    KEYS_AWAY,
+    TIMEOUT_S,
+    UNWRITTEN,
+    WANTED_KEYS,
+    connect,
+    text_of,
+)
 from jaxsok.serving.temporary import TemporaryFolder
 
 __all__ = ["Publisher"]
@@ -125,8 +134,8 @@ class _Stream:
         """Makes the error of a call that failed with an exception of this kind and text."""
         host = urllib.parse.urlsplit(self.url)._replace(query="").geturl().rpartition("@")[2]
         wanted = f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again"
-        if kind in ("AskError", "ClusterDownError", "MovedError", "TryAgainError"):
-            wanted = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
+        if kind in KEYS_AWAY:
+            wanted = WANTED_KEYS
         return DatabaseError(f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted {wanted}.')
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:

@@ -558,7 +558,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
         ("--checkpoint-every", "0", "checkpoint_every: got 0, wanted at least 1"),
         ("--num-devices", "0", "num_devices: got 0, wanted at least 1"),
         ("--max-rows", "0", "max_rows: got 0, wanted at least 1"),
-        ("--bottom", "0", "bottom: got (0,), wanted widths of at least 1"),
+        ("--bottom", "0", "bottom: got (0,), wanted at least 1"),
         ("--held-out-rows", "-1", "held_out_rows: got -1, wanted at least 0"),
         ("--seed", "-1", "seed: got -1, wanted at least 0"),
         ("--plot", "nowhere/plot.png", "plot: got nowhere/plot.png, wanted a file"),

@@ -23,7 +23,7 @@ from jaxsok.serving.config import VolatileDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
 from jaxsok.serving.padding import slices
-from jaxsok.serving.stream_files import text_of
+from jaxsok.serving.stream_files import KEYS_AWAY, WANTED_KEYS, text_of
 
 try:
     import redis
@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 # One command for all keys: after a time-out, the client asks a cluster for each command of a pipeline by itself.
 _COUNT_USES = "for _, key in ipairs(ARGV) do redis.call('HINCRBY', KEYS[1], key, 1) end"
-_NO_KEYS_THERE = redis.exceptions.AskError, redis.exceptions.ClusterDownError, redis.exceptions.TryAgainError
 
 
 @final
@@ -216,8 +215,8 @@ class RedisDatabase(Database):
 
     def _failure(self, error: Exception) -> DatabaseError:
         wanted = f"answers in {self._config.timeout_s:g} s; see that its servers run, then try again"
-        if isinstance(error, _NO_KEYS_THERE):
-            wanted = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
+        if type(error).__name__ in KEYS_AWAY:
+            wanted = WANTED_KEYS
         elif isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
         return DatabaseError(

@@ -147,10 +147,9 @@ class Processes:
 
     async def _run(self) -> None:
         self._loop, options = asyncio.get_running_loop(), self.app.options
+        is_main = threading.current_thread() is threading.main_thread()
         async with contextlib.AsyncExitStack() as stack:
-            for number in (
-                (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-            ):
+            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
                 self._loop.add_signal_handler(number, self._stop, number)
                 stack.callback(self._loop.remove_signal_handler, number)  # uvloop's would outlive the loop
             await stack.enter_async_context(self.app.lifespan())
