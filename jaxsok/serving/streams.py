@@ -62,6 +62,19 @@ WAIT_S = 0.5  # for the next version; `stop` waits as long
 WAIT_AHEAD_S = 0.05  # the same while versions are applied, whose end waits as long
 RETRY_S = 1.0  # after a failure
 _UNREACHED = redis.ConnectionError, redis.TimeoutError, OSError
+# Adds a version and removes old ones, if the last version is the one of this id. KEYS: the stream, the chunks of the
+# new version, those of the old ones. ARGV: the id or nothing, the entry, the ids of the old ones.
+_ADD = """
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if (last and last[1] or '') ~= ARGV[1] then return 0 end
+redis.call('PERSIST', KEYS[2])
+redis.call('XADD', KEYS[1], '*', 'version', ARGV[2])
+for i = 3, #KEYS do
+  redis.call('XDEL', KEYS[1], ARGV[i])
+  redis.call('UNLINK', KEYS[i])
+end
+return 1
+"""
 
 _UUID = text(r"[0-9a-f]{32}", "the uuid of an export")
 _FILE = tuple_of(text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file"), integer(0, 2**62))
@@ -187,9 +200,10 @@ class _Stream:
 class Publisher:
     """Publishes the exports and deltas of one model to the servers that follow its stream.
 
-    One publisher at a time publishes a model; of a job with several processes, the first. `url` is that of Redis, as
-    `redis://host:6379`, `rediss://` with TLS; of a cluster, one of its nodes. The stream has versions of at most
-    `max_bytes`, while one is published also that one: give Redis memory for twice as much, and no eviction.
+    One publisher at a time publishes a model; of a job with several processes, the first. Where several publish a
+    version at once, it is added once. `url` is that of Redis, as `redis://host:6379`, `rediss://` with TLS; of a
+    cluster, one of its nodes. The stream has versions of at most `max_bytes`, while one is published also that one:
+    give Redis memory for twice as much, and no eviction.
 
     Example:
       >>> Publisher("redis://10.0.0.1:6379", "dlrm", max_bytes=8 << 30).name  # connects when it publishes
@@ -227,8 +241,8 @@ class Publisher:
         names = [*(file["name"] for file in (*files, *manifest[manifest_lib.BLOOM])), manifest_lib.NAME]
         sizes = [] if by_path else [(name, (path / name).stat().st_size) for name in names]
         base = manifest["base"] if manifest["kind"] == "delta" else None
-        leaving = self._make_room(path, manifest["uuid"], base, sum(size for _, size in sizes))
-        if leaving is None:
+        make_room = functools.partial(self._make_room, path, manifest["uuid"], base, sum(size for _, size in sizes))
+        if make_room() is None:
             return
         token, num_chunks = secrets.token_hex(8), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
         payload = f"{stream.name}:{token}"
@@ -236,23 +250,26 @@ class Publisher:
             stream.call(functools.partial(_push, payload, chunk))
         entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}
         entry |= {"path": str(path.absolute()) if by_path else None, "tables": list(manifest["tables"])}
+        while (room := make_room()) is not None:
+            last, leaving = room
+            if stream.call(lambda client: client.llen(payload)) != num_chunks:
+                raise ServingError(
+                    f'publish: folder: got "{path}", whose chunks Redis has dropped meanwhile, wanted all '
+                    f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
+                )
+            keys = stream.name, payload, *(old.payload for old in leaving)
+            values = last, json.dumps(entry), *(old.id for old in leaving)
+            if stream.call(lambda client, keys=keys, values=values: client.eval(_ADD, len(keys), *keys, *values)):
+                return
+        stream.call(lambda client: client.unlink(payload))  # another publisher has added the version meanwhile
 
-        def finish(client: Any) -> list[Any]:
-            pipeline = client.pipeline(transaction=True)
-            pipeline.persist(payload).xadd(stream.name, {"version": json.dumps(entry)})
-            for old in leaving:
-                pipeline.xdel(stream.name, old.id).unlink(old.payload)
-            return pipeline.execute()
+    def _make_room(
+        self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int
+    ) -> tuple[str, list[_Entry]] | None:
+        """Waits until a version has room; returns the id of the last version and those that leave for the new one.
 
-        if stream.call(lambda client: client.llen(payload)) != num_chunks:
-            raise ServingError(
-                f'publish: folder: got "{path}", whose chunks Redis has dropped while they were sent, wanted all '
-                f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
-            )
-        stream.call(finish)
-
-    def _make_room(self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int) -> list[_Entry] | None:
-        """Waits until a version has room; returns those that leave for it, or None if it is the last one there."""
+        None: it is the last one there.
+        """
         if num_bytes > self._max_bytes:
             raise StreamFullError(
                 f'publish: folder: got "{path}" of {num_bytes} bytes, wanted at most max_bytes, {self._max_bytes}; '
@@ -280,7 +297,7 @@ class Publisher:
                 leaving.append(entry)
                 excess -= entry.num_bytes
             if excess <= 0:
-                return leaving
+                return there[-1].id if there else "", leaving
             if time.monotonic() >= until:
                 slow = min(positions, key=lambda name: _order(positions[name]), default="")
                 raise StreamFullError(

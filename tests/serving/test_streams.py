@@ -1,5 +1,6 @@
 """Versions through a Redis stream reach every server whole, also when servers, Redis or publishers end; dicts judge."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -458,6 +459,34 @@ def test_versions_are_published_in_order(url, tmp_path):
         training.publisher.publish(tmp_path / "nowhere")
     with pytest.raises(ServingError, match="Publisher: max_bytes: got 0"):
         streams.Publisher(url, "dlrm", max_bytes=0)
+
+
+def test_a_version_that_several_publish_at_once_is_added_once(url, tmp_path):
+    """Each has sent all chunks before the first one adds the version; only the chunks of that one stay."""
+    training = Training(tmp_path, url)
+    training.publisher.publish(training.first)
+    training.change()
+    have_sent = threading.Barrier(4)
+
+    def publish(number):
+        publisher = streams.Publisher(url, "dlrm")
+        make_room, waits = publisher._make_room, iter([lambda: None, have_sent.wait])
+
+        def make_room_after_all(*args):
+            next(waits, lambda: None)()
+            return make_room(*args)
+
+        publisher._make_room = make_room_after_all
+        publisher.publish(training.last)
+
+    with concurrent.futures.ThreadPoolExecutor(have_sent.parties) as pool:
+        list(pool.map(publish, range(have_sent.parties)))
+    there = training.publisher._stream.entries()
+    assert [entry.base for entry in there] == [None, there[0].uuid]
+    client = redis.Redis.from_url(url)
+    assert len(client.keys("jaxsok:{dlrm}:*")) == 2
+    with serve(url, training) as session:
+        assert serves(session, training)
 
 
 def test_deltas_become_one_version(tmp_path):
