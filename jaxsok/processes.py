@@ -1,5 +1,6 @@
 """Agreement between processes, before any of them acts. One process agrees with itself at no cost."""
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -12,8 +13,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-MESSAGE_BYTES = 1024  # of an error that other processes see
 POLL_S = 5
+LATE_POLLS = 12  # after which the log names the process that one waits for
 END_POLLS = 12  # for which a process that has failed waits for the others to come as far
 KEPT_VOTES = 64
 Item = TypeVar("Item")
@@ -21,13 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 def require_same(op: str, lines: Sequence[str]) -> None:
-    """Raises ValueError in every process if `lines` differ, addresses of objects aside; costs two small collectives."""
-    if jax.process_count() == 1:
-        return
-    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines)).encode()
-    lengths = _gather(np.array([len(text)], np.int32))[:, 0]
-    rows = _gather(_pad(text, int(lengths.max())))
-    texts = [bytes(row[:length]).decode().split("\n") for row, length in zip(rows, lengths, strict=True)]
+    """Raises ValueError in every process if `lines` differ, addresses of objects aside; costs milliseconds."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
+    texts = [other.split("\n") for other in gather(op, text)]
     for process, other in enumerate(texts):
         if other == texts[0]:
             continue
@@ -35,71 +32,72 @@ def require_same(op: str, lines: Sequence[str]) -> None:
         first, second = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
             f"{op}: got {second!r} in process {process} and {first!r} in process 0, wanted the same in all "
-            f"{len(texts)} processes; declare the same everywhere."
+            f"{len(texts)} processes; give the same everywhere."
         )
 
 
 def least(value: int) -> int:
     """Returns the least of all processes' values."""
-    return min(_gather_integers(value))
+    return min(map(int, gather("integers", str(value))))
 
 
 def greatest(value: int) -> int:
     """Returns the greatest of all processes' values."""
-    return max(_gather_integers(value))
+    return max(map(int, gather("integers", str(value))))
 
 
 def total(value: int) -> int:
     """Adds up all processes' values."""
-    return sum(_gather_integers(value))
-
-
-def _gather_integers(value: int) -> list[int]:
-    if jax.process_count() == 1:
-        return [value]
-    # As words: JAX without x64 would narrow an int64.
-    words = _gather(np.array([value >> 31, value & 0x7FFFFFFF], np.int32))
-    return [(int(high) << 31) | int(low) for high, low in words]
-
-
-def _gather(array: np.ndarray) -> np.ndarray:
-    """Gathers an array of one axis: a row for each process."""
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array)).reshape(jax.process_count(), array.size)
-
-
-def _pad(text: bytes, size: int) -> np.ndarray:
-    return np.frombuffer(text[:size].ljust(size, b"\0"), np.uint8)
+    return sum(map(int, gather("integers", str(value))))
 
 
 def draw_words(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
     """Draws random 32-bit words; if `is_shared`, all processes must call, and get the words of the first."""
-    words = np.frombuffer(os.urandom(4 * num_words), np.uint32)
-    return _gather(words)[0] if is_shared and jax.process_count() > 1 else words
+    words = os.urandom(4 * num_words)
+    return np.frombuffer(bytes.fromhex(gather("words", words.hex())[0]) if is_shared else words, np.uint32)
 
 
-def gather(topic: str, message: str) -> list[str]:
-    """Gathers a message of each process, in one order everywhere, through JAX's coordination service: milliseconds."""
+def gather(topic: str, message: str, tell: Callable[[int, int], None] | None = None) -> list[str]:
+    """Gathers a message of each process through JAX's coordination service: milliseconds.
+
+    All processes come here in the same order with each topic. `tell` is called with the number of a process, and of the
+    waits for it in vain; what it raises ends the wait.
+    """
     if jax.process_count() == 1:
         return [message]
-    client, number = _client(), next(_gatherings)
+    number, tell = _num_gathered[topic], tell or functools.partial(_tell_of_wait, topic)
+    _post(f"gather/{topic}", number, message)
+    messages = [
+        _read(f"gather/{topic}", number, process, functools.partial(tell, process))
+        for process in range(jax.process_count())
+    ]
+    _num_gathered[topic] = number + 1  # after a Ctrl-C it is done again, under the same number
+    return messages
+
+
+_num_gathered = collections.Counter[str]()
+
+
+def _tell_of_wait(topic: str, process: int, num_late: int) -> None:
+    if num_late == LATE_POLLS:
+        rest = "a call such as save, restore or grow must be made in all processes, or the process is slow"
+        _log.warning('jaxsok waits for process %d to come as far ("%s"): %s.', process, topic, rest)
+
+
+def _post(topic: str, number: int, message: str) -> None:
+    """Gives a message to all processes; an old one goes, for which none waits: the coordinator would keep all."""
+    client, own = _client(), jax.process_index()
     # The value must not be empty.
-    client.key_value_set(f"jaxsok/gather/{number}/{jax.process_index()}", f"{topic}:{message}")
-    client.key_value_delete(f"jaxsok/gather/{number - KEPT_VOTES}/{jax.process_index()}")  # all would be kept
-    keys = [f"jaxsok/gather/{number}/{process}" for process in range(jax.process_count())]
-    return [_read(client, key).partition(":")[2] for key in keys]
+    client.key_value_set(f"jaxsok/{topic}/{number}/{own}", f":{message}", allow_overwrite=True)
+    client.key_value_delete(f"jaxsok/{topic}/{number - KEPT_VOTES}/{own}")
 
 
-_gatherings = itertools.count()
-
-
-def _read(client: Any, key: str, tell: Callable[[int], None] = lambda num_late: None) -> str:
-    """Waits for a value, as long as `tell` does not raise; it is called with the number of waits in vain."""
-    num_late = 0
+def _read(topic: str, number: int, process: int, tell: Callable[[int], None]) -> str:
+    """Waits for a message of a process, as long as `tell` does not raise."""
+    client, num_late = _client(), 0
     while True:
         try:
-            return client.blocking_key_value_get(key, POLL_S * 1000)
+            return client.blocking_key_value_get(f"jaxsok/{topic}/{number}/{process}", POLL_S * 1000)[1:]
         except jax.errors.JaxRuntimeError as error:
             # A dead process ends this one; this waits for a process that is late.
             if "DEADLINE_EXCEEDED" not in str(error):
@@ -115,18 +113,9 @@ def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError
     otherwise, waits for this one in a collective: for ever. With a `failure` this one waits for END_POLLS alone and
     then raises it, since its end ends the others.
     """
-    if jax.process_count() == 1:
-        return None
-    global _num_met
-    client, number, own, others, but = _client(), _num_met, jax.process_index(), [], _describe(failure)
+    own, but = jax.process_index(), _describe(failure)
     own_text, error = f"{what}, but {but}" if but else what, None
-    # After a Ctrl-C this is done again, under the same number.
-    client.key_value_set(f"jaxsok/meet/{number}/{own}", f":{own_text}", allow_overwrite=True)
-    client.key_value_delete(f"jaxsok/meet/{number - KEPT_VOTES}/{own}")  # the coordinator would keep all
-    for process in range(jax.process_count()):
-        tell = functools.partial(_tell_of_meeting, op, what, failure, process)
-        others.append(_read(client, f"jaxsok/meet/{number}/{process}", tell)[1:])
-    _num_met = number + 1
+    others = gather("meet", own_text, functools.partial(_tell_of_meeting, op, what, failure))
     for process, other in enumerate(others):
         if other != own_text:
             error = ValueError(
@@ -136,9 +125,6 @@ def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError
             if other != what and not other.startswith(f"{what}, but "):
                 raise error
     return error
-
-
-_num_met = 0
 
 
 def _tell_of_meeting(op: str, what: str, failure: BaseException | None, process: int, num_late: int) -> None:
@@ -159,21 +145,16 @@ def _tell_of_meeting(op: str, what: str, failure: BaseException | None, process:
 
 def agree(op: str, error: Exception | None) -> None:
     """Raises in every process if one of them has an error: its own, else that of the first failed process."""
-    if jax.process_count() > 1:
-        has_failed = _gather(np.array([error is not None], np.int32))[:, 0]
-        if has_failed.any():
-            messages = _gather(_pad(_describe(error).encode(), MESSAGE_BYTES))
-            if error is None:
-                first = int(np.flatnonzero(has_failed)[0])
-                raise _failure(op, first, bytes(messages[first]).rstrip(b"\0").decode(errors="ignore"))
+    messages = gather(op, _describe(error))
     if error is not None:
         raise error
+    for process, message in enumerate(messages):
+        if message:
+            raise _failure(op, process, message)
 
 
 @contextlib.contextmanager
-def fail_together(
-    op: str, *, is_shared: bool = True, agree: Callable[[str, Exception | None], None] = agree
-) -> Iterator[None]:
+def fail_together(op: str, *, is_shared: bool = True) -> Iterator[None]:
     """Surrounds work of each process, which must not wait for others: if one fails, all of them raise (`agree`)."""
     error = None
     try:
@@ -211,24 +192,16 @@ class Vote:
         if jax.process_count() == 1 or self._has_reported:
             return
         self._has_reported = True
-        # The value must not be empty.
-        client, process = _client(), jax.process_index()
-        client.key_value_set(self._key(self._own_number, process), f"{error is None}:{_describe(error)}")
-        # The coordinator would keep all votes; no process still waits for one so old.
-        client.key_value_delete(self._key(self._own_number - KEPT_VOTES, process))
+        _post("vote", self._own_number, f"{error is None}:{_describe(error)}")
 
     def wait(self) -> None:
         """Waits until all have reported; RuntimeError: another process failed."""
         if jax.process_count() == 1:
             return
         for process in range(jax.process_count()):
-            is_well, _, message = _read(_client(), self._key(self._own_number, process)).partition(":")
+            is_well, _, message = _read("vote", self._own_number, process, lambda num_late: None).partition(":")
             if is_well == "False" and process != jax.process_index():
                 raise _failure(self.op, process, message)
-
-    @staticmethod
-    def _key(number: int, process: int) -> str:
-        return f"jaxsok/vote/{number}/{process}"
 
 
 def _client() -> Any:

@@ -77,26 +77,17 @@ def import_table(
 
 def _read_chunks(table: TableRef, chunks: Iterable[Records], how: str) -> Iterator[dict[str, np.ndarray]]:
     """Yields chunks that are checked. Several processes must have the same, as `how`: what one raises, all raise."""
-    left = iter(chunks)
+    left, is_shared = iter(chunks), table.shards.num_processes > 1
     while True:
-        arrays, error, own = None, None, "no further chunk"
-        try:
+        arrays, own = None, "no further chunk"
+        with processes.fail_together("import_table", is_shared=is_shared):
             for records in itertools.islice(left, 1):
                 arrays = check_chunk(table.spec, table.number, records)
-                if table.shards.num_processes > 1:
+                if is_shared:
                     sums = [f"{name} of checksum {_checksum(array):08x}" for name, array in sorted(arrays.items())]
                     own = f"{len(arrays['keys'])} records ({', '.join(sums)}) with {how}"
-        except Exception as raised:
-            error, own = raised, f"{type(raised).__name__}: {raised}"
-        others = processes.gather("import_table", own) if table.shards.num_processes > 1 else [own]
-        if error is not None:
-            raise error
-        for process, other in enumerate(others):
-            if other != own:
-                raise ValueError(
-                    f'import_table: table "{table.declared.name}": chunks: got {own} here and {other} in process '
-                    f"{process}, wanted the same records in all processes: each keeps those of its shards."
-                )
+        if is_shared:
+            processes.require_same(f'import_table: table "{table.declared.name}": chunks', [own])
         if arrays is None:
             return
         yield arrays

@@ -109,16 +109,7 @@ class Windows:
 
 
 _TOPIC = "window"
-
-
-def _agree(topic: str, error: Exception | None) -> None:
-    """Raises in every process if one of them has an error."""
-    messages = [text for text in processes.gather(topic, "" if error is None else str(error)) if text]
-    if messages:
-        raise error or RuntimeError(messages[0])
-
-
-_together = functools.partial(processes.fail_together, _TOPIC, agree=_agree)
+_together = functools.partial(processes.fail_together, _TOPIC)
 
 
 def windows_of(shards: Shards, wire: str) -> Windows | None:

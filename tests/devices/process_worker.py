@@ -519,7 +519,7 @@ def refusals(mesh, number, folder):
         try:
             call()
             messages[name] = "nothing raised"
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             messages[name] = str(error)
 
     features = [jaxsok.FeatureSpec("user", "user")]

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 import jaxsok
 from jaxsok import enlarge, grow, host_limits, processes, shards, store, types
@@ -356,11 +355,7 @@ def unlike_plans():
 
 def unlike_processes(monkeypatch):
     """Simulates another process that declares something else."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    other = np.frombuffer(b"seed: 0", np.uint8)
-    monkeypatch.setattr(
-        multihost_utils, "process_allgather", lambda own: np.stack([other if own.dtype == np.uint8 else own, own])
-    )
+    monkeypatch.setattr(processes, "gather", lambda topic, own: ["seed: 0", own])
     processes.require_same("init", ["seed: 1"])
 
 
