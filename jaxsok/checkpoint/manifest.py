@@ -18,7 +18,7 @@ import numpy as np
 from jaxsok import manifests
 from jaxsok.checkpoint.files import CorruptFileError, write_and_sync
 from jaxsok.initializers import InitialRows
-from jaxsok.manifests import Wrong, entries, integer, list_of, number, text, tuple_of
+from jaxsok.manifests import Wrong, entries, integer, list_of, number, optional, text, tuple_of
 from jaxsok.specs import TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
@@ -277,7 +277,7 @@ _STORE = entries(
         "salt": tuple_of(_WORD, _WORD),
         "generation": _WORD,
         "is_replicated": manifests.boolean,
-        "globals": list_of(manifests.also(entries(_ARRAY), array_from_json)),
+        "globals": list_of(manifests.also(entries(_ARRAY, {"name": optional(text())}), array_from_json)),
         "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
         "num_evicted": list_of(_COUNT),
     },

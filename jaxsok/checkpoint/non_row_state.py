@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,13 +86,24 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
     """Restores optimizer state that belongs to no row, from the store of the first restored table of each."""
     for s, spec in enumerate(collection.stores):
         name = next((table.name for table in spec.tables if table.name in names), None)
-        leaves = state.stores[s].globals_
+        leaves, wanted = state.stores[s].globals_, spec.optimizer.global_names(spec.dim)
         if name is None or not leaves:
             continue
-        saved = [manifest_lib.array_from_json(array) for array in source.store_of(name)[1]["globals"]]
-        if [(array.shape, array.dtype) for array in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
-            continue  # of another optimizer, which "matching" lets pass
-        state = _with_arrays(state, s, globals_=tuple(_repeat(collection, array[None]) for array in saved))
+        # In folders without names, what has the same position is the same.
+        pairs = itertools.zip_longest(source.store_of(name)[1]["globals"], wanted)
+        saved = {entry.get("name", own): manifest_lib.array_from_json(entry) for entry, own in pairs if entry}
+        restored, new = [], []
+        for own, leaf in zip(wanted, leaves, strict=True):
+            array = saved.get(own)
+            if own is not None and array is not None and (array.shape, array.dtype) == (leaf.shape[1:], leaf.dtype):
+                leaf = _repeat(collection, array[None])
+            elif own is not None:
+                new.append(own)
+            restored.append(leaf)
+        if new:
+            text = '%s: table "%s": optimizer state of no row begins anew: %s.'
+            LOG.warning(text, source.op, name, ", ".join(new))
+        state = _with_arrays(state, s, globals_=tuple(restored))
     return state
 
 

@@ -231,7 +231,10 @@ class Saving:
             "assigned_per_step": self.collection.growth.assigned_per_step[s],
             "looks": self.collection.growth.looks_to_save(s),
             "most_positions": self.collection.growth.most[s],
-            "globals": [manifest_lib.array_to_json(read_on_host(leaf)[0]) for leaf in store.globals_],
+            "globals": [
+                {"name": name, **manifest_lib.array_to_json(read_on_host(leaf)[0])}
+                for name, leaf in zip(spec.optimizer.global_names(spec.dim), store.globals_, strict=True)
+            ],
             "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
             "num_evicted": num_evicted,
         }

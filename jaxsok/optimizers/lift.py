@@ -104,8 +104,11 @@ class _Form:
     copied: tuple[bool, ...]
     """True for each row leaf that begins as a function of the row, not as a number."""
     global_state: tuple[np.ndarray, ...]
+    global_names: tuple[str | None, ...]
+    """Their places; None: a number of `optax.inject_hyperparams` without a schedule, which is declared."""
     nodes: tuple[str, ...]
     rates: tuple[int, ...]
+    """Which of `global_state` are declared learning rates."""
 
     @property
     def has_started(self) -> bool:
@@ -169,6 +172,9 @@ class Lifted(Optimizer):
 
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
         return self._form(dim).global_state
+
+    def global_names(self, dim: int) -> tuple[str | None, ...]:
+        return self._form(dim).global_names
 
     def state_form(self, dim: int) -> str:
         nodes = " ".join(self._form(dim).nodes)
@@ -443,8 +449,9 @@ def _form_in_store(
     """Finds initial values: numbers, where `init` reads no row and gives all columns the same one."""
     with jax.ensure_compile_time_eval():
         values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
-    specs, copied, global_state, rates = [], [], [], []
-    scheduled = {_parent(leaf.path, "hyperparams_states") for leaf in leaves} - {None}
+    specs, copied, global_state, names = [], [], [], []
+    scheduled = {_injected(leaf.path, "hyperparams_states") for leaf in leaves}
+    rates = []
     for leaf, first, dependence in zip(leaves, values, found, strict=True):
         if leaf.is_row:
             numbers = first.astype(np.float32).reshape(-1)
@@ -453,9 +460,11 @@ def _form_in_store(
             specs.append(RowState(_name(leaf, specs), int(np.prod(leaf.shape[1:])), value))
             copied.append(is_copied)
             continue
-        owner = _parent(leaf.path, "hyperparams")
-        if owner is not None and owner not in scheduled:
+        injected = _injected(leaf.path, "hyperparams")
+        is_declared = injected is not None and injected not in scheduled
+        if is_declared and injected[1] == "learning_rate":
             rates.append(len(global_state))
+        names.append(None if is_declared else leaf.place)
         global_state.append(first)
     if any(copied):
         specs.append(RowState(_unique(_STARTED, specs), 1, 0.0))
@@ -468,14 +477,15 @@ def _form_in_store(
     inner = [name for name in _classes(state) if name != jax.ShapeDtypeStruct.__name__]
     nodes = (*inner, *(f"{leaf.place}:{leaf.dtype}" for leaf in leaves))
     treedef = tree_util.tree_structure(state)
-    return _Form(treedef, leaves, tuple(specs), tuple(copied), tuple(global_state), nodes, tuple(rates))
+    of_store = tuple(global_state), tuple(names), nodes, tuple(rates)
+    return _Form(treedef, leaves, tuple(specs), tuple(copied), *of_store)
 
 
-def _parent(path: tuple[Any, ...], field: str) -> str | None:
-    """Returns the path of the state that holds `<field>["learning_rate"]` on the way to a leaf."""
+def _injected(path: tuple[Any, ...], field: str) -> tuple[str, str] | None:
+    """Returns the path of the state that holds `<field>[name]` on the way to a leaf, and the name."""
     for i, (outer, inner) in enumerate(itertools.pairwise(path)):
-        if getattr(outer, "name", None) == field and getattr(inner, "key", None) == "learning_rate":
-            return tree_util.keystr(path[:i])
+        if getattr(outer, "name", None) == field and isinstance(name := getattr(inner, "key", None), str):
+            return tree_util.keystr(path[:i]), name
     return None
 
 

@@ -118,6 +118,10 @@ class Optimizer(abc.ABC):
         """Returns the initial optimizer state that belongs to no row; only lifted optimizers have any."""
         return ()
 
+    def global_names(self, dim: int) -> tuple[str | None, ...]:
+        """Returns the names by which a restore finds `init_globals`; None: of the declaration, so never restored."""
+        return tuple(map(str, range(len(self.init_globals(dim)))))
+
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -18,6 +18,7 @@ import checkpoint_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import programs
 import pyarrow as pa
@@ -434,6 +435,49 @@ def test_another_optimizer_is_refused_unless_it_is_meant(eight, saved):
         for piece in target.stores[0].state_specs:
             name = f"user.state.{piece.name}"
             assert (got[name] == (want[name] if piece.name in kept else piece.initial_value)).all(), (name, mode)
+
+
+INJECT = optax.inject_hyperparams
+
+
+def test_lifted_state_of_no_row_is_restored_by_its_place(tmp_path, caplog):
+    """Counts stay, injected numbers are those declared; what another transformation keeps elsewhere begins anew."""
+    schedule = optax.constant_schedule(0.5)
+    for number, (saved, declared, mode, wanted, new) in enumerate(
+        (
+            (INJECT(optax.sgd)(0.5), INJECT(optax.sgd)(0.25), "require", {"count": 3, "['learning_rate']": 0.25}, ""),
+            (
+                INJECT(optax.adam)(schedule, b1=0.5),
+                INJECT(optax.adam)(schedule, b1=0.25),
+                "require",
+                {"inner_state[0].count": 3, "hyperparams_states['learning_rate'].count": 3, "['b1']": 0.25},
+                "",
+            ),
+            (optax.adam(0.5), optax.adam(schedule), "matching", {"[0].count": 3, "[1].count": 0}, "[1].count"),
+            (
+                INJECT(optax.rmsprop)(0.5, eps=0.5),
+                INJECT(optax.adadelta)(2.0, rho=0.25),
+                "matching",
+                {"count": 3, "['learning_rate']": 2.0, "['rho']": 0.25},
+                "",
+            ),
+        )
+    ):
+        first, second = (
+            collection_of([jaxsok.TableSpec("item", 4, optim.lift(tx), capacity=64)]) for tx in (saved, declared)
+        )
+        path = tmp_path / str(number)
+        checkpoint.export_full(path, first, train(first, first.init(), 3))
+        caplog.clear()
+        state = checkpoint.load(path, second, optimizer_state=mode)
+        initial = jax.tree_util.tree_flatten_with_path(declared.init(jnp.zeros((1, 4))))[0]
+        places = [jax.tree_util.keystr(path).lstrip(".") for path, leaf in initial if np.ndim(leaf) == 0]
+        found = dict(zip(places, [leaf[0].item() for leaf in state.stores[0].globals_], strict=True))
+        for end, value in wanted.items():
+            assert [found[place] for place in found if place.endswith(end)][:1] == [value], (number, end, found)
+        assert ("begins anew: " + new in caplog.text) if new else not caplog.text
+        third = collection_of(second.tables)
+        assert checkpoint.load(path, third, optimizer_state="initial").stores[0].globals_[0].item() == 0
 
 
 def test_rows_of_another_dtype_are_converted(eight, saved, caplog):
