@@ -676,8 +676,8 @@ class Collection:
         Example:
           `rows = collection.export_table(state, "user")["rows"]`
         """
-        found = operations.resolve("export_table", self, state, table)
-        check_placed("export_table", state)
+        check_placed("export_table", self, state)
+        found = operations.locate("export_table", self, table)
         return table_export.export_table(found.spec, state.stores[found.store], state.seed, found.number)
 
     def export_chunks(
@@ -713,8 +713,8 @@ class Collection:
           >>> [chunk.keys.tolist() for chunk in collection.export_chunks(state, "item", chunk_rows=1)]
           [[7], [9]]
         """
-        resolved = operations.resolve("export_chunks", self, state, table)
-        check_placed("export_chunks", state)
+        check_placed("export_chunks", self, state)
+        resolved = operations.locate("export_chunks", self, table)
         spec, store = resolved.spec, state.stores[resolved.store]
         if chunk_rows is not None:
             checks.integer("export_chunks: chunk_rows", chunk_rows, 1, wanted="at least 1", kind="an integer or None")
@@ -776,6 +776,7 @@ class Collection:
         """
         resolved = operations.resolve("import_table", self, state, table)
         check_untraced("import_table", state, "inside a jitted function use assign")
+        check_placed("import_table", self, state)
         if num_rows is not None:
             checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
         checks.flag("import_table: reset_state", reset_state)
@@ -873,8 +874,7 @@ class Collection:
         Example:
           `state = collection.grow(state, batch)` before each step.
         """
-        check_state("grow", self, state)
-        check_placed("grow", state)
+        check_placed("grow", self, state)
         steps = checks.integer("grow: steps", steps, 1)
         now = clock_of("grow", clock)
         evict_lib.check_hand_over("grow", hand_over)

@@ -119,6 +119,7 @@ def evict(
                 "evict: hand_over: got one under a trace (jax.jit, shard_map), wanted None there: rows are read by "
                 "the host. Call evict between steps."
             )
+        check_placed("evict", collection, state)
     (state,) = guards.refuse_transforms("evict", state=state)
     if collection.shards.num_processes > 1 and not _is_traced((state, now, num_rows)):
         processes.require_same(
@@ -446,13 +447,24 @@ def check_untraced(op: str, state: State, remedy: str = "call it between steps")
         )
 
 
-def check_placed(op: str, state: State) -> None:
-    """Refuses a state that is not on the devices: a traced one, or one of NumPy arrays."""
+def check_placed(op: str, collection: Declared, state: State) -> None:
+    """Does `check_state`; refuses also a state that is traced, of NumPy arrays, or not split over the shards."""
+    check_state(op, collection, state)
     check_untraced(op, state)
-    if any(isinstance(store.counters, np.ndarray) for store in state.stores):
+    counters = [store.counters for store in state.stores]
+    remedy = (
+        "put it back with jax.device_put(copy, jax.tree.map(lambda leaf: leaf.sharding, state)), of the state that was "
+        "copied."
+    )
+    if any(isinstance(array, np.ndarray) for array in (state.seed, *counters)):
         raise TypeError(
-            f"{op}: state: got one of NumPy arrays, as jax.device_get gives it, wanted arrays of JAX; put it back with "
-            "jax.device_put(copy, jax.tree.map(lambda leaf: leaf.sharding, state)), of the state that was copied."
+            f"{op}: state: got one of NumPy arrays, as jax.device_get gives it, wanted arrays of JAX; {remedy}"
+        )
+    num_shards = collection.shards.num_shards
+    if any(array.sharding.shard_shape(array.shape)[0] * num_shards != array.size for array in counters):
+        raise ValueError(
+            f"{op}: state: got one whose arrays are whole on a device, as pickle and jnp.asarray put them, wanted "
+            f"a part of each on each of {num_shards} shards; {remedy}"
         )
 
 

@@ -22,7 +22,7 @@ from jaxsok.checkpoint.keys_by_row import KeysByRow
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save, time_of
 from jaxsok.checkpoint.saved import Source, check_forms
 from jaxsok.collection import Collection
-from jaxsok.operations import check_placed, check_state
+from jaxsok.operations import check_placed
 from jaxsok.store import State
 
 
@@ -214,8 +214,7 @@ def _begin_export(
                 f'{op}: table "{spec.tables[0].name}": statistics: got False, wanted True: what changed follows from '
                 "the last step of each row; declare TableSpec(statistics=True)."
             )
-    check_state(op, collection, state)
-    check_placed(op, state)
+    check_placed(op, collection, state)
     final, chain, rests_on = pathlib.Path(path), [], None
     if base is not None:
         with processes.fail_together(op):

@@ -26,7 +26,7 @@ from jaxsok.checkpoint.restore import restore
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save
 from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.collection import Collection
-from jaxsok.operations import check_placed, check_state
+from jaxsok.operations import check_placed
 from jaxsok.store import State
 
 SAVE, RESTORE = "TablesSave", "TablesRestore"
@@ -144,8 +144,7 @@ class TablesSave(ocp.args.CheckpointArgs):
             raise TypeError(f"{SAVE}: collection: got {type(self.collection).__name__}, wanted a jaxsok.Collection.")
         options = SaveOptions(self.compression, self.host_bytes, self.piece_bytes)
         options.check(SAVE)
-        check_state(SAVE, self.collection, self.state)
-        check_placed(SAVE, self.state)
+        check_placed(SAVE, self.collection, self.state)
         return options
 
     def make_saving(self) -> Saving:

@@ -19,7 +19,7 @@ from jaxsok.checkpoint.place import Restoring, place, shards_of_partitions
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.saved import OptimizerState, Source, check_forms
 from jaxsok.collection import Collection
-from jaxsok.operations import check_state, check_untraced, locate
+from jaxsok.operations import check_placed, locate
 from jaxsok.plan import partitions_of
 from jaxsok.specs import TableRef, name_word
 from jaxsok.store import State
@@ -85,8 +85,7 @@ def apply_delta(
     """
     op = "apply_delta"
     with processes.fail_together(op):
-        check_state(op, collection, state)
-        check_untraced(op, state)
+        check_placed(op, collection, state)
         source = Source.of(op, pathlib.Path(path))
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         before = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
@@ -116,8 +115,7 @@ def restore(
     op = full.op
     with processes.fail_together(op):
         if state is not None:
-            check_state(op, collection, state)
-            check_untraced(op, state)
+            check_placed(op, collection, state)
             now = time_of(op, state, clock)
         taken = [check_forms(source, collection, tables, optimizer_state) for source in chain]
         names = list(taken[0])

@@ -26,7 +26,7 @@ from jaxsok.checkpoint.files import LOG
 from jaxsok.checkpoint.snapshot import Piece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
-from jaxsok.operations import check_placed, check_state
+from jaxsok.operations import check_placed
 from jaxsok.plan import partitions_of
 from jaxsok.shards import read_on_host
 from jaxsok.specs import StoreSpec, TableSpec, name_word
@@ -100,8 +100,7 @@ class Saving:
         which rows are left out; `tombstones` has the keys that are gone, by table.
         """
         options.check(op)
-        check_state(op, collection, state)
-        check_placed(op, state)
+        check_placed(op, collection, state)
         self.op, self.collection, self.state, self.options = op, collection, state, options
         self.tombstones, rests_on = tombstones or {}, rests_on or {}
         self.report = SaveReport()

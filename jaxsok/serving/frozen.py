@@ -22,7 +22,7 @@ from jaxsok.host_slabs import bytes_of, new_host_rows
 from jaxsok.interchange.files import RecordChunks
 from jaxsok.kernels import reader, table as kernels
 from jaxsok.kernels.lookup import QUANTIZED_DTYPES
-from jaxsok.operations import check_placed, check_state
+from jaxsok.operations import check_placed
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
@@ -281,8 +281,7 @@ def freeze(
             f"freeze: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process, "
             "which has all rows; export with jaxsok.checkpoint, and serve the folder."
         )
-    check_state("freeze", collection, state)
-    check_placed("freeze", state)
+    check_placed("freeze", collection, state)
     specs = {table.name: table for table in collection.tables}
     names = list(specs) if tables is None else list(tables)
     for argument, given in (("tables", names), ("dtype", dtype), ("defaults", defaults)):

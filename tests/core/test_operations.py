@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pickle
 import weakref
 
 import jax
@@ -12,9 +13,10 @@ import numpy as np
 import programs
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxsok
-from jaxsok import enlarge, plan, table_export
+from jaxsok import checkpoint, enlarge, plan, serving, table_export
 from jaxsok.kernels import plan as plan_door
 from jaxsok.operations import specs_of
 from jaxsok.types import COUNTERS
@@ -659,6 +661,44 @@ def test_records_that_are_refused(records, error, message):
     with pytest.raises(error, match=message):
         collection.import_table(state, "a", records, num_rows=10_000)
     assert content(state) == ({}, [])
+
+
+WHOLE = {
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "asarray": lambda state: jax.tree.map(jnp.asarray, jax.device_get(state)),
+    "replicated": lambda state: jax.device_put(state, NamedSharding(state.stores[0].counters.sharding.mesh, P())),
+    "one device": lambda state: jax.device_put(state, jax.devices()[0]),
+}
+
+
+@pytest.mark.parametrize("put", WHOLE.values(), ids=WHOLE)
+def test_a_state_that_is_not_split_over_the_shards_is_refused(put, tmp_path):
+    """Exports read each shard's part where it lies; what is on another device was left out."""
+    collection = collection_of("sharded", 4, capacity=64)
+    records = change_records(last_step=None, frequency=None)
+    state = collection.import_table(collection.init(seed=0), "a", records)
+    before = checkpoint.export_full(tmp_path / "before", collection, state)
+    whole = put(state)
+    for call in (
+        lambda: collection.grow(whole, 1),
+        lambda: collection.evict(whole, "a", jaxsok.policies.LeastRecentlyUsed(), num_rows=1, hand_over=lambda *args: None),
+        lambda: collection.import_table(whole, "a", records),
+        lambda: collection.export_table(whole, "a"),
+        lambda: next(collection.export_chunks(whole, "a", chunk_rows=1)),
+        lambda: serving.freeze(collection, whole),
+        lambda: checkpoint.export_full(tmp_path / "whole", collection, whole),
+        lambda: checkpoint.TablesSave(collection, whole),
+        lambda: checkpoint.load(before.path, collection, state=whole),
+        lambda: checkpoint.apply_delta(before.path, collection, whole, after=before.path),
+    ):
+        with pytest.raises(ValueError, match=r"state: got one whose arrays are whole .* each of 4 shards; put it back"):
+            call()
+    assert not (tmp_path / "whole").exists()
+    copy = jax.device_get(whole)
+    back = jax.device_put(copy, jax.tree.map(lambda leaf: leaf.sharding, state))
+    assert content(collection.grow(back, 1)) == content(state)
+    with pytest.raises(TypeError, match="got one of NumPy arrays"):  # the words that a lookup returns as they are
+        collection.grow(dataclasses.replace(back, seed=copy.seed), 1)
 
 
 def test_calls_that_are_refused():
