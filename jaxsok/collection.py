@@ -879,6 +879,8 @@ class Collection:
         now = clock_of("grow", clock)
         evict_lib.check_hand_over("grow", hand_over)
         coming = self.growth.extrapolate(steps) if batch is None else operations.coming_of(self, batch, steps)
+        if state.drains == "until grow" and not state.ahead:
+            state = dataclasses.replace(state, drains=False)
         following = () if state.drains else operations.following_of(self, state, batch)
         if following:
             num_in_flight, num_given = len(state.ahead), len(batch) if isinstance(batch, (list, tuple)) else 1
@@ -893,7 +895,7 @@ class Collection:
                     self.growth, state, coming, steps, now, is_ahead=True, untaken=untaken, is_missed=is_missed
                 )
             except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
-                return dataclasses.replace(state, drains=True)
+                return dataclasses.replace(state, drains="until grow")
         if batch is None and not any(coming.positions):
             self.growth.warn_once(
                 "batch",

@@ -41,6 +41,12 @@ class Coming:
     is_given: bool = True
     """True if the caller passed a batch; otherwise this follows from the batches so far."""
 
+    def plus(self, more: "Coming") -> "Coming":
+        """Adds the keys of further batches."""
+        positions = [sum(pair) for pair in zip(self.positions, more.positions, strict=True)]
+        uncounted = [sum(pair) for pair in zip(self.uncounted, more.uncounted, strict=True)]
+        return Coming(positions, self.features + more.features, uncounted, self.is_given)
+
 
 def num_stacked(features: Features) -> int:
     """Counts the batches that were stacked along a leading axis, as `lax.scan` takes them; 0: it is one batch."""

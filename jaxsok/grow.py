@@ -136,7 +136,7 @@ def grow(
         counted = (s for s in needs if specs[s].tables[0].eviction is not None and s not in late)
         evicting |= {s: needs[s] for s in counted if needs[s].is_beyond(specs[s])}
     if decided.is_blind or (evicting and (state.ahead or is_ahead)):
-        state = dataclasses.replace(state, drains=True)
+        state = dataclasses.replace(state, drains="until grow")
     elif evicting:
         # Before anything changes: `hand_over` is the caller's, and may fail.
         evicting |= _mark_used(tracker, state, untaken or coming, decided.full)

@@ -232,9 +232,13 @@ def following_of(collection: Declared, state: State, batch: Any) -> tuple[Featur
             return following
     if isinstance(last, plan_lib.Plan) and _is_one_batch(features):
         return tuple(plan.features for plan in last.following)
-    # A batch of which the caller made other arrays, as by jax.tree.map, counts as the one that was handed out last; but
-    # not where no loop over a pipeline goes on, and no lookup of one is in flight.
-    return noted[-1][1] if noted and (state.ahead or collection.growth.loops) else ()
+    # A batch of which the caller made other arrays, as by jax.tree.map, counts as the one that was handed out last. If
+    # no lookup is in flight, a loop over a pipeline must go on, and its batches be stacked in the same way.
+    following = noted[-1][1] if noted else ()
+    if state.ahead or not following:
+        return following
+    is_alike = not isinstance(features, Features) or coming.num_stacked(features) == coming.num_stacked(following[0])
+    return following if is_alike and collection.growth.loops else ()
 
 
 def with_following(
@@ -243,11 +247,16 @@ def with_following(
     """Adds the following batches to the needs of those that `grow` takes (`own`), which may be in flight."""
     given = batch if isinstance(batch, (list, tuple)) else [batch]
     if steps == 1 and all(_is_one_batch(_features_of(each)) for each in given):
-        return coming_of(collection, [*given, *following][num_in_flight:], 1)
-    more = coming_of(collection, list(following), 1)
-    positions = [sum(pair) for pair in zip(own.positions, more.positions, strict=True)]
-    uncounted = [sum(pair) for pair in zip(own.uncounted, more.uncounted, strict=True)]
-    return coming.Coming(positions, own.features + more.features, uncounted, own.is_given)
+        known = coming_of(collection, [*given, *following][num_in_flight:], 1)
+        num_unknown = len(given) - len(following)
+    else:
+        known = own.plus(coming_of(collection, list(following), 1))
+        num_unknown = steps - len(following) - num_in_flight
+    # Rows may leave only when all steps of the next call have run, of which not all batches are known.
+    for _ in range(num_unknown):
+        positions = coming_of(collection, list(following[-1:]), 1).positions
+        known = known.plus(coming.Coming(positions, (), positions))
+    return known
 
 
 def _features_of(given: Any) -> Any:

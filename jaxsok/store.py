@@ -6,7 +6,7 @@ each array of a store is split along its first dimension, and a shard's part is 
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,12 +125,13 @@ class State:
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
     ahead: tuple[Any, ...] = ()
     """Lookups in flight (`plan.InFlight`), oldest first: those of batches whose steps are to come."""
-    drains: bool = dataclasses.field(default=False, metadata={"static": True})
-    """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`)."""
+    drains: Literal[False, True, "until grow"] = dataclasses.field(default=False, metadata={"static": True})
+    """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`); with "until grow" until
+    `grow` finds none, which may come after several steps."""
 
     def end_step(self) -> "State":
         """Returns the state at the end of a step, updated or not: draining ends when no lookup is in flight."""
-        return dataclasses.replace(self, drains=self.drains and bool(self.ahead))
+        return self if self.ahead or self.drains == "until grow" else dataclasses.replace(self, drains=False)
 
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""

@@ -126,6 +126,7 @@ class Saving:
             **rests_on,
         }
         self.part["clock"] = time_of(op, state, clock)
+        self.counts_steps = clock is None and kind != "checkpoint"  # of an export whose time is the state's step
 
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
         """Copies the state to the host, as fast as the queue takes it; `is_alive` raises if no writer will begin."""
@@ -305,7 +306,11 @@ class _Tables:
         keys, tables = from_words(arrays.records[:, :2]), arrays.records[:, 2]
         lines = np.flatnonzero(keys != np.uint64(PADDING_KEY))
         if arrays.statistics is not None and lines.size:
-            self.saving.latest = max(self.saving.latest, int(arrays.statistics[lines, 0].max()))
+            latest, now = int(arrays.statistics[lines, 0].max()), self.saving.part["clock"]
+            if self.saving.counts_steps and latest == now + 1:  # of a lookup ahead of a step that was discarded
+                most = np.array([now, 2**32 - 1], np.uint32)
+                arrays, latest = arrays._replace(statistics=np.minimum(arrays.statistics, most)), now
+            self.saving.latest = max(self.saving.latest, latest)
         numbers = tables[lines]
         partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
         ranks = numbers.astype(np.int64) * NUM_PARTITIONS + partitions.astype(np.int64)

@@ -113,7 +113,8 @@ class Adagrad(Limited):
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
 
-    Exact and lazy as `adagrad`, with the same arguments; but `eps` is added to the root, unless `eps_in_sqrt`.
+    Exact and lazy as `adagrad`, with the same arguments; but `eps` is added to the root, unless `eps_in_sqrt`. With
+    `eps=0` a gradient of zero makes a row NaN whose accumulator is zero, as in FBGEMM.
 
     Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
     EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.

@@ -691,6 +691,36 @@ def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_pat
     assert_same(content(collection, checkpoint.load(tmp_path / "delta", collection)), content(collection, state))
 
 
+def test_exports_after_two_discarded_steps_with_lookups_ahead(tmp_path):
+    """The lookup ahead had the number of a step that did not come, which is later than the time of the export."""
+    tables = [jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, statistics=True)]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", "item")])
+
+    @jax.jit
+    def step(state, plan, is_updated):
+        rows, state, plan = collection.lookup(state, plan)
+        gradients = jax.tree.map(lambda each: each + 0.1, rows)
+        update = lambda state: collection.update(state, plan, gradients)[0]  # noqa: E731
+        return jax.lax.cond(is_updated, update, collection.discard, state)
+
+    state = collection.init(seed=0)
+    raws = [{"clicked": np.arange(8) + 4 * number} for number in range(6)]
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
+        if number in (3, 4):
+            state = collection.drain(state)
+        state = step(collection.grow(state, batch), plan, number not in (2, 3))
+        if number == 3:
+            assert collection.export_table(state, "item")["last_step"].max() == int(state.step) + 1
+            checkpoint.export_full(tmp_path / "full", collection, state)
+        if number == 4:
+            exported = checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
+            break
+    assert exported.num_rows["item"] >= 8
+    again = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)
+    names = ["item.keys", "item.rows"]
+    assert_same(content(collection, again), content(collection, state), names=names)
+
+
 def test_the_users_clock(tmp_path):
     """If lookups take a clock, exports take it as well; rows of the base's own time are in the delta."""
     collection = two()

@@ -681,7 +681,9 @@ def test_a_state_that_is_not_split_over_the_shards_is_refused(put, tmp_path):
     whole = put(state)
     for call in (
         lambda: collection.grow(whole, 1),
-        lambda: collection.evict(whole, "a", jaxsok.policies.LeastRecentlyUsed(), num_rows=1, hand_over=lambda *args: None),
+        lambda: collection.evict(
+            whole, "a", jaxsok.policies.LeastRecentlyUsed(), num_rows=1, hand_over=lambda *args: None
+        ),
         lambda: collection.import_table(whole, "a", records),
         lambda: collection.export_table(whole, "a"),
         lambda: next(collection.export_chunks(whole, "a", chunk_rows=1)),

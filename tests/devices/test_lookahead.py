@@ -371,6 +371,31 @@ def test_growth_makes_room_for_the_batches_ahead(form, fetches, options):
     assert collection.num_rows(state) == {"user": 6 * NUM_SAMPLES}
 
 
+FOR_TWO_STEPS = {
+    "steps": lambda tables, state, batches: tables.grow(state, batches[0], steps=2),
+    "a list": lambda tables, state, batches: tables.grow(state, batches),
+    "no batch": lambda tables, state, batches: tables.grow(state, steps=2),
+}
+
+
+@pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=str)
+@pytest.mark.parametrize("form", FOR_TWO_STEPS)
+def test_a_full_table_evicts_where_grow_is_called_for_two_steps(form, options):
+    """A lookup would be in flight at each call of `grow`, if the second step looked ahead again."""
+    spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LRU)
+    collection = jaxsok.Collection([spec], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(24)]
+    state, handed_out = collection.init(seed=3), iter(collection.pipeline(raws, **options))
+    for (first, plan), (second, other_plan) in zip(handed_out, handed_out, strict=True):
+        state = FOR_TWO_STEPS[form](collection, state, [first, second])
+        for each in (plan, other_plan):
+            state, _, stats = step_of(collection)(state, each)
+            assert programs.total(stats, "num_refused") == stats.num_stale == 0
+    assert collection.growth.num_evictions > 1 and not state.ahead
+    last = np.arange(NUM_SAMPLES) + NUM_SAMPLES * 23
+    assert np.asarray(collection.contains(state, "user", last)).all()
+
+
 def test_growth_makes_room_ahead_for_a_batch_of_other_arrays():
     """A batch that the caller has mapped counts as the one that was handed out last."""
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=8)], FEATURES[:1])
@@ -395,17 +420,18 @@ def test_growth_makes_room_for_the_batch_after_stacked_ones():
     assert collection.num_rows(state) == {"user": 4 * NUM_SAMPLES}
 
 
-def test_batches_of_no_pipeline_follow_a_loop_that_was_broken_off():
+@pytest.mark.parametrize("is_over", [True, False])
+def test_batches_of_no_pipeline_follow_a_loop_that_was_drained(is_over):
     """Nothing is looked up ahead of them: a full table evicts for them alone, in steps of one scan."""
     spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LRU)
     collection = jaxsok.Collection([spec], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(24)]
-    state = collection.init(seed=3)
-    for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
+    state, loop = collection.init(seed=3), iter(collection.pipeline(raws, lookahead=1))
+    for number, (batch, plan) in enumerate(itertools.islice(loop, 2)):
         state = collection.drain(state) if number == 1 else state
         state, *_ = step_of(collection)(collection.grow(state, batch), plan)
-        if number == 1:
-            break
+    if is_over:
+        loop.close()
 
     def step(state, features):
         state, _, stats = step_of(collection)(state, features)
