@@ -347,7 +347,7 @@ def _join_micro_batches(
     for variables, grads in zip(several, of_taps, strict=True):
         for path, lookups in _find_values(variables[_PLANS], "lookups", _Lookups):
             _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
-            if num_seen.setdefault(path, lookups.num_before) != lookups.num_before:
+            if num_seen.setdefault(path, 0) != lookups.num_before:
                 raise ValueError(_describe_broken_chain(op, path))
             num_seen[path] += len(lookups.plans)
             own = _at(op, grads, (*path, "taps"))
@@ -356,8 +356,8 @@ def _join_micro_batches(
             plans.extend(lookups.plans)
     tables = dict(several[-1][_TABLES])
     num_waiting = {path: state.num_lookups for path, state in _find_values(tables, "waiting", _Waiting)}
-    for path, num_lookups in num_seen.items():
-        if num_waiting.get(path) != num_lookups:
+    for path in (*num_seen, *num_waiting):
+        if num_waiting.get(path) != num_seen.get(path):
             raise ValueError(_describe_broken_chain(op, path))
     return tables, {
         path: (collection, _at(op, tables, (*path, "state")), plans, tap.gradients_by_plan(op, plans, by_lookup))
@@ -367,9 +367,10 @@ def _join_micro_batches(
 
 def _describe_broken_chain(op: str, path: tuple[str, ...]) -> str:
     return (
-        f"{op}: updates: got micro-batches that were applied to the same tables at {'/'.join(path)!r}, wanted each "
-        f'applied to those that the one before returned, updates["{_TABLES}"], and given in that order; else new rows '
-        "of one would be rows of other keys in the next."
+        f"{op}: updates: got micro-batches that were applied to the same tables at {'/'.join(path)!r}, or not all "
+        f'since the last update, wanted each applied to the tables that the one before returned, updates["{_TABLES}"], and '
+        "all given in that order, or discarded (layers.discard); else new rows of one would be rows of other keys in "
+        "the next, or learn nothing."
     )
 
 

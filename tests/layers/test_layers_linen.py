@@ -551,8 +551,14 @@ def test_micro_batches_are_chained():
             assert "micro-batches that were applied to the same tables at 'embed'" in message(
                 ValueError, functools.partial(call, several, of_taps)
             )
+    # The first one would learn nothing.
+    assert "or not all since the last update" in message(
+        ValueError, functools.partial(layers.apply_updates, chained, more_taps)
+    )
     new, _ = layers.apply_updates([updates, chained], [g_taps, more_taps])
     assert jax.tree.structure(new) == jax.tree.structure(tables)
+    (_, alone), (_, its_taps) = gradients_of(model, state.params, layers.discard(updates), second)
+    layers.apply_updates(alone, its_taps)
 
 
 def test_a_step_that_is_passed_over():
