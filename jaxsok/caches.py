@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok.planner import check_declarations, read_batch
+from jaxsok.planner import read_batch
 from jaxsok.printed import format_bytes, format_columns
-from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
+from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, bag_tables, check_declarations, group_into_stores
 from jaxsok.types import PADDING_KEY, TIER_COUNTERS
 
 

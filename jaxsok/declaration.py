@@ -3,30 +3,15 @@
 from collections.abc import Sequence
 
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_forms, require_distinct
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_declarations
 from jaxsok.types import MAX_CAPACITY, MAX_FEATURES, MAX_SLOTS
 
 
 def check_specs(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec | None, shards: Shards
 ) -> None:
-    """Refuses objects that are no specs, duplicate names, features of unknown tables, and tables on unknown devices."""
-    for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
-        for spec in specs:
-            if not isinstance(spec, wanted):
-                raise TypeError(f"Collection: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
-        require_distinct(f"Collection: {kind}", specs)
-    if not tables:
-        raise ValueError("Collection: tables: got none, wanted at least one TableSpec.")
-    known = [table.name for table in tables]
-    for feature in features:
-        if feature.table not in known:
-            raise ValueError(
-                f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
-            )
-    check_forms("Collection", features)
-    if exchange is not None and not isinstance(exchange, ExchangeSpec):
-        raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
+    """Refuses what no collection can be made of, and tables on unknown devices."""
+    check_declarations("Collection", tables, features, exchange=exchange)
     for table in tables if shards.is_mesh else ():
         if table.placement.kind == "on" and table.placement.shard >= shards.num_shards:
             raise ValueError(

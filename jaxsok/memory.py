@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsok import checks, features as features_lib
+from jaxsok import checks, features as features_lib, specs as specs_lib
 from jaxsok.checks import not_none
 from jaxsok.enlarge import next_capacity
 from jaxsok.exchange import default_send_capacity
@@ -32,7 +32,7 @@ from jaxsok.features import StoreFeatures
 from jaxsok.growth import keys_at_most
 from jaxsok.kernels import library
 from jaxsok.pipeline import JOINED_AHEAD, PACKED_AHEAD
-from jaxsok.planner import REQUEST_BYTES, check_declarations, keys_of
+from jaxsok.planner import REQUEST_BYTES, keys_of
 from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
@@ -271,9 +271,7 @@ def memory_estimate(
       (308, 32000000, 16777216)
     """
     op = "memory_estimate"
-    check_declarations(op, tables, features, num_shards)
-    if not tables:
-        raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
+    specs_lib.check_declarations(op, tables, features, num_shards, exchange)
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
     parts = [features_lib.shapes_of(store, features if sizes else (), sizes) for store in stores]

@@ -161,11 +161,8 @@ def propose(
       >>> [(line.table.placement, round(line.distinct_keys)) for line in proposal.lines]
       [(SHARDED, 992), (REPLICATED, 7)]
     """
-    check_declarations("propose", tables, features, num_shards)
-    specs_lib.check_forms("propose", features)
+    specs_lib.check_declarations("propose", tables, features, num_shards, exchange)
     checks.number("propose: finds_per_step", finds_per_step, 0, wanted="a number, at least 0")
-    if exchange is not None and not isinstance(exchange, ExchangeSpec):
-        raise TypeError(f"propose: exchange: got {exchange!r}, wanted an ExchangeSpec or None.")
     if memory_bytes is not None:
         checks.number("propose: memory_bytes", memory_bytes, 0, wanted="a number of bytes")
     if sample is not None and keys_per_step is not None:
@@ -193,18 +190,6 @@ def propose(
     )
 
 
-def check_declarations(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: int) -> None:
-    """Refuses declarations that no collection could be made of."""
-    checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
-    names = [table.name for table in tables]
-    specs_lib.require_distinct(f"{op}: tables", tables)
-    for table in tables:
-        _require_shard(op, table.name, table.placement, num_shards)
-    for feature in features:
-        if feature.table not in names:
-            raise ValueError(f'{op}: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')
-
-
 def read_batch(
     raw: Mapping[str, Any], features: Sequence[FeatureSpec], what: str
 ) -> dict[str, tuple[features_lib.Bags, int]]:
@@ -218,13 +203,6 @@ def read_batch(
         read[spec.name] = bags, _ = split.read_bags(spec, raw[spec.name], of_feature)
         features_lib.require_declared(spec, bags, of_feature)
     return read
-
-
-def _require_shard(op: str, name: str, placement: Placement, num_shards: int) -> None:
-    if placement.kind == "on" and placement.shard >= num_shards > 1:
-        raise ValueError(
-            f'{op}: table "{name}": placement: got {placement}, wanted a device from 0 to {num_shards - 1}.'
-        )
 
 
 # Traffic -------------------------------------------------------------------------------------------------------------
@@ -380,7 +358,7 @@ def _collect_forced(
             )
         forced[name] = (SHARDED if placement == "on" else placement, "asked for")
     for name, (placement, _) in forced.items():
-        _require_shard("propose", name, placement, num_shards)
+        specs_lib.require_shard("propose", name, placement, num_shards)
     cost = {table.name: table.dim * traffic[table.name].distinct for table in tables}
     load = [0.0] * num_shards
     for name, (placement, _) in forced.items():

@@ -572,24 +572,47 @@ def bag_tables(features: Iterable[FeatureSpec]) -> frozenset[str]:
     return frozenset(feature.table for feature in features if feature.exchange == "bags")
 
 
-def check_forms(op: str, features: Iterable[FeatureSpec]) -> None:
-    """Refuses features of one table of which only some exchange partial bags."""
-    features = tuple(features)
-    of_bags = bag_tables(features)
+def check_declarations(
+    op: str,
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec],
+    num_shards: int | None = None,
+    exchange: ExchangeSpec | None = None,
+) -> None:
+    """Refuses what no collection can be made of; without `num_shards` placements are left to the caller."""
+    if num_shards is not None:
+        checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
+    for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
+        for spec in specs:
+            if not isinstance(spec, wanted):
+                raise TypeError(f"{op}: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
+        names = [spec.name for spec in specs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{op}: {kind}: got {twice} more than once, wanted one spec for each name.")
+    if not tables:
+        raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
+    known, of_bags = [table.name for table in tables], bag_tables(features)
     for feature in features:
+        if feature.table not in known:
+            raise ValueError(f'{op}: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.')
         if feature.table in of_bags and feature.exchange != "bags":
             others = [other.name for other in features if other.table == feature.table and other.exchange == "bags"]
             raise ValueError(
                 f'{op}: feature "{feature.name}": exchange: got "{feature.exchange}", but features {others} of '
                 f'table "{feature.table}" have "bags"; declare the same for all features of a table.'
             )
+    if exchange is not None and not isinstance(exchange, ExchangeSpec):
+        raise TypeError(f"{op}: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
+    for table in tables if num_shards is not None else ():
+        require_shard(op, table.name, table.placement, num_shards)
 
 
-def require_distinct(what: str, specs: Sequence[TableSpec] | Sequence[FeatureSpec]) -> None:
-    """Refuses two specs of one name."""
-    names = [spec.name for spec in specs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{what}: got {twice} more than once, wanted one spec for each name.")
+def require_shard(op: str, name: str, placement: Placement, num_shards: int) -> None:
+    """Refuses a table on a device that there is not."""
+    if placement.kind == "on" and placement.shard >= num_shards > 1:
+        raise ValueError(
+            f'{op}: table "{name}": placement: got {placement}, wanted a device from 0 to {num_shards - 1}.'
+        )
 
 
 def group_into_stores(

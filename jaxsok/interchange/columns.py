@@ -11,10 +11,8 @@ Any tool that reads such files can make them: the metadata is optional, and sign
 """
 
 import functools
-import itertools
 import os
 import pathlib
-import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Literal
@@ -62,13 +60,12 @@ def write_parquet(
     form, chunks = files.check_records("write_parquet", records, pairs_statistics=True)
     schema, num_rows = _schema(form), 0
     with files.partial_files("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
-        summed = _Summed(file)
         how = {"compression": compression or "none", "write_page_checksum": True, "use_dictionary": False}
-        with parquet.ParquetWriter(summed, schema, **how) as writer:
+        with parquet.ParquetWriter(file, schema, **how) as writer:
             for chunk in chunks:
                 writer.write_batch(_batch(chunk, schema), row_group_size=max(1, chunk.num_rows))
                 num_rows += chunk.num_rows
-        _guard_footer(file, summed.checksum)
+        _guard_footer(file)
     return num_rows
 
 
@@ -343,26 +340,11 @@ def _checksum(batch: Any) -> int:
 
 
 def _open_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Form, int]:
-    """Returns form and number of rows of an Arrow file.
+    """Returns form and number of rows of an Arrow file whose parts follow each other, and are those of its footer.
 
     The record batches of a file are those of a stream (Arrow, "IPC File Format"). Polars (2.1) does not begin the
     schema as a stream does, so its files are read by their footer: bytes added between batches are not found.
     """
-    pa, _ = _arrow(op)
-    with path.open("rb") as file:
-        file.seek(8)
-        if file.read(4) == b"\xff\xff\xff\xff":
-            return _check_arrow(op, path, size)
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
-            form = _form_of(op, path, file.schema)
-            return form, sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{op}: {path}: bytes 0 to {size}: {error}") from error
-
-
-def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Form, int]:
-    """Returns form and number of rows of an Arrow file whose parts follow each other, as its footer lists them."""
     pa, _ = _arrow(op)
 
     def refuse(byte: int, got: Any, wanted: Any) -> None:
@@ -373,56 +355,47 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Form, int]:
         begin = size - 10 - int.from_bytes(source.read(4), "little", signed=True)  # of the footer
         if not 16 <= begin < size - 10:
             refuse(size - 10, f"a footer of {size - 10 - begin} bytes", f"at most {size - 26}")
-        byte, found, num_rows = 8, [], 0
+        byte, number, num_rows = 8, 0, 0
         try:
             with pa.ipc.open_file(source) as file:
-                schema = file.schema
-            form = _form_of(op, path, schema)
-            source.seek(begin)
-            blocks = _blocks(source.read(size - 10 - begin))
-            source.seek(byte)
-            messages = pa.ipc.MessageReader.open_stream(source)
-            for message in iter(messages.read_next_message, None):
-                end, num_bytes = source.tell(), 0 if message.body is None else message.body.size
-                if byte == 8:
-                    if message.type != "schema" or not pa.ipc.read_schema(message).equals(schema, check_metadata=True):
-                        refuse(8, "another schema", "that of the footer")
-                else:
-                    found.append((byte, end - byte - num_bytes, num_bytes))
-                    if message.type != "record batch":
-                        refuse(byte, f"a {message.type}", "a record batch")
-                    batch = pa.ipc.read_record_batch(message, schema)
-                    if not _is_tiled(message.body, batch):
-                        refuse(byte, "columns that overlap or leave room", "one behind the other")
-                    num_rows += batch.num_rows
-                byte = end
-            byte += 8 if source.tell() == byte + 8 else 0  # the end mark
-        except (pa.ArrowException, OSError, IndexError, struct.error) as error:
+                schema, num_batches = file.schema, file.num_record_batches
+                form = _form_of(op, path, schema)
+                source.seek(byte)
+                if source.read(4) != b"\xff\xff\xff\xff":
+                    return form, sum(file.get_batch(number).num_rows for number in range(num_batches))
+                source.seek(byte)
+                for message in iter(pa.ipc.MessageReader.open_stream(source).read_next_message, None):
+                    if byte == 8:
+                        is_same = message.type == "schema" and pa.ipc.read_schema(message).equals(schema, True)
+                        if not is_same:
+                            refuse(8, "another schema", "that of the footer")
+                    else:
+                        if message.type != "record batch":
+                            refuse(byte, f"a {message.type}", "a record batch")
+                        batch = pa.ipc.read_record_batch(message, schema)
+                        if not _is_tiled(message.body, batch):
+                            refuse(byte, "columns that overlap or leave room", "one behind the other")
+                        if number >= num_batches or _buffers(file.get_batch(number)) != _buffers(batch):
+                            refuse(begin, f"a footer with another record batch {number}", f"the one at byte {byte}")
+                        number, num_rows = number + 1, num_rows + batch.num_rows
+                    byte = source.tell()
+                byte += 8 if source.tell() == byte + 8 else 0  # the end mark
+        except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{op}: {path}: byte {byte}, or the footer at byte {begin}: {error}") from error
     if byte != begin:
         refuse(byte, "the end of the record batches", f"the footer there, which begins at {begin}")
-    if blocks != found:
-        both = itertools.zip_longest(blocks, found)
-        number, (got, wanted) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
-        refuse(begin, f"a footer with record batch {number} at {got}", f"what there is: {wanted}")
+    if number != num_batches:
+        refuse(begin, f"a footer with {num_batches} record batches", number)
     return form, num_rows
 
 
-def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
-    """Reads from a footer (File.fbs of Arrow) each record batch's first byte, and bytes of its head and columns."""
-    table = struct.unpack_from("<I", footer)[0]
-    fields = table - struct.unpack_from("<i", footer, table)[0]
-    place = struct.unpack_from("<H", footer, fields + 10)[0] if struct.unpack_from("<H", footer, fields)[0] > 10 else 0
-    if not place:
-        return []
-    vector = table + place + struct.unpack_from("<I", footer, table + place)[0]
-    (count,) = struct.unpack_from("<I", footer, vector)
-    return [struct.unpack_from("<qi4xq", footer, vector + 4 + 24 * number) for number in range(count)]
+def _buffers(batch: Any) -> list[Any]:
+    return [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
 
 
 def _is_tiled(body: Any, batch: Any) -> bool:
     """Checks that the buffers of a batch follow each other in its bytes, with gaps below 64."""
-    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
+    buffers = _buffers(batch)
     if not buffers:
         return body is None or body.size < 64
     begin, end = body.address, body.address + body.size
@@ -433,21 +406,19 @@ def _is_tiled(body: Any, batch: Any) -> bool:
     return all(0 <= first - last < 64 for first, last in zip(begins, ends, strict=True))
 
 
-class _Summed:
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.checksum = file, 0
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        return self.file.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
+def _sum(file: IO[bytes], num_bytes: int) -> int:
+    """Computes the checksum of the first bytes of a file."""
+    checksum = 0
+    file.seek(0)
+    while num_bytes > 0 and (data := file.read(min(num_bytes, _READ_BYTES))):
+        checksum, num_bytes = zlib.crc32(data, checksum), num_bytes - len(data)
+    return checksum
 
 
-def _guard_footer(file: IO[bytes], checksum: int) -> None:
+def _guard_footer(file: IO[bytes]) -> None:
     """Writes mark and checksum of all bytes before the footer of a Parquet file."""
     size = file.seek(0, os.SEEK_END)
+    checksum = _sum(file, size)
     file.seek(size - 8)
     begin = size - 8 - int.from_bytes(file.read(4), "little")
     file.seek(begin)
@@ -468,11 +439,7 @@ def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
         before = file.read(begin - guard)
         if before[:8] != _MARK:
             return
-        checksum, left = 0, guard
-        file.seek(0)
-        while left > 0:
-            data = file.read(min(left, _READ_BYTES))
-            checksum, left = zlib.crc32(data, checksum), left - len(data) if data else 0
+        checksum = _sum(file, guard)
         file.seek(begin)
         if zlib.crc32(file.read(), checksum) != int.from_bytes(before[8:], "little"):
             raise ValueError(f"{op}: {path}: bytes 0 to {size}: got a file that does not have its checksum.")

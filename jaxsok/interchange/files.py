@@ -160,43 +160,27 @@ def partial_files(
     except BaseException:
         _remove(partials)
         raise
+    placed: list[pathlib.Path] = []
     with published.lock_folder(paths[0].parent):
         try:
             refuse_existing(op, [*paths, *find_stale()], overwrite)
-            _publish(op, partials, paths, find_stale, overwrite)
-        except FileExistsError:  # another writer was faster
-            _remove(partials)
+            others = find_stale() if overwrite else []  # while the first file can be asked whose they are
+            if overwrite and (paths[1:] or others):
+                paths[0].unlink(missing_ok=True)
+                published.sync(paths[0].parent)
+                _remove(others)
+            for partial, path in zip([*partials[1:], partials[0]], [*paths[1:], paths[0]], strict=True):
+                (os.replace if overwrite else published.place_new)(partial, path)
+                placed.append(path)
+            published.sync(paths[0].parent)
+        except FileExistsError:  # another writer was faster: one of the two succeeds with all files
+            _remove([*placed, *partials])
+            refuse_existing(op, paths, overwrite)
             raise
-
-
-def _publish(
-    op: str,
-    partials: Sequence[pathlib.Path],
-    paths: Sequence[pathlib.Path],
-    find_stale: Callable[[], list[pathlib.Path]],
-    overwrite: bool,
-) -> None:
-    """Renames the files, the first one last; of two writers, one succeeds with all of them."""
-    (first, *others), (partial_of_first, *others_partial), placed = paths, partials, []
-    try:
-        stale = find_stale() if overwrite else []  # while `first` can be asked whose they are
-        if overwrite and (others or stale):
-            first.unlink(missing_ok=True)
-            published.sync(first.parent)
-            _remove(stale)
-        for partial, path in zip([*others_partial, partial_of_first], [*others, first], strict=True):
-            (os.replace if overwrite else published.place_new)(partial, path)
-            placed.append(path)
-        published.sync(first.parent)
-    except FileExistsError:
-        for path in placed:
-            path.unlink()
-        refuse_existing(op, paths, overwrite)
-        raise
-    except BaseException as failure:
-        kept = [str(partial) for partial in partials if partial.exists()]
-        failure.add_note(f"{op}: the new files are complete; those without their names yet stay: {kept}.")
-        raise
+        except BaseException as failure:
+            kept = [str(partial) for partial in partials if partial.exists()]
+            failure.add_note(f"{op}: the new files are complete; those without their names yet stay: {kept}.")
+            raise
 
 
 def _remove(paths: Sequence[pathlib.Path]) -> None:

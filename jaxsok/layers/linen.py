@@ -368,9 +368,9 @@ def _join_micro_batches(
 def _describe_broken_chain(op: str, path: tuple[str, ...]) -> str:
     return (
         f"{op}: updates: got micro-batches that were applied to the same tables at {'/'.join(path)!r}, or not all "
-        f'since the last update, wanted each applied to the tables that the one before returned, updates["{_TABLES}"], and '
-        "all given in that order, or discarded (layers.discard); else new rows of one would be rows of other keys in "
-        "the next, or learn nothing."
+        f'since the last update, wanted each applied to the tables that the one before returned, updates["{_TABLES}"], '
+        "and all given in that order, or discarded (layers.discard); else new rows of one would be rows of other keys "
+        "in the next, or learn nothing."
     )
 
 

@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_sharded_or_refused():
         ({"keys_per_step": -1}, "got -1, wanted a number, at least 0"),
         ({"finds_per_step": np.nan}, "finds_per_step: got nan"),
         ({"finds_per_step": -1}, "finds_per_step: got -1"),
-        ({"exchange": "bfloat16"}, "exchange: got 'bfloat16', wanted an ExchangeSpec"),
+        ({"exchange": "bfloat16"}, "exchange: got 'bfloat16', wanted a jaxsok.ExchangeSpec"),
         ({"memory_bytes": "80GB"}, "memory_bytes: got '80GB'"),
         ({"sample": {"item": np.arange(8)}}, "one of the two"),
         ({"keys_per_step": None, "sample": {"itme": np.arange(8)}}, r"wanted also \['item'\]"),
