@@ -101,7 +101,7 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
                 new.append(own)
             restored.append(leaf)
         if new:
-            text = '%s: table "%s": optimizer state of no row begins anew: %s.'
+            text = '%s: table "%s": optimizer state of no row begins with its initial value: %s.'
             LOG.warning(text, source.op, name, ", ".join(new))
         state = _with_arrays(state, s, globals_=tuple(restored))
     return state

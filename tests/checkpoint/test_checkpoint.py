@@ -441,7 +441,7 @@ INJECT = optax.inject_hyperparams
 
 
 def test_lifted_state_of_no_row_is_restored_by_its_place(tmp_path, caplog):
-    """Counts stay, injected numbers are those declared; what another transformation keeps elsewhere begins anew."""
+    """Counts stay, and injected numbers are those declared; what is elsewhere in another transformation is initial."""
     schedule = optax.constant_schedule(0.5)
     for number, (saved, declared, mode, wanted, new) in enumerate(
         (
@@ -475,7 +475,7 @@ def test_lifted_state_of_no_row_is_restored_by_its_place(tmp_path, caplog):
         found = dict(zip(places, [leaf[0].item() for leaf in state.stores[0].globals_], strict=True))
         for end, value in wanted.items():
             assert [found[place] for place in found if place.endswith(end)][:1] == [value], (number, end, found)
-        assert ("begins anew: " + new in caplog.text) if new else not caplog.text
+        assert ("begins with its initial value: " + new in caplog.text) if new else not caplog.text
         third = collection_of(second.tables)
         assert checkpoint.load(path, third, optimizer_state="initial").stores[0].globals_[0].item() == 0
 

@@ -686,7 +686,7 @@ def test_shards_share_a_budget(num_shards, num_rows):
     keys = {name: list(of_table) + [PADDING] * (64 - len(of_table)) for name, of_table in statistics.items()}
     state = fill(collection, keys, statistics)
     before = {name: by_shard(collection, state, name) for name in statistics}
-    addresses = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
+    places = programs.places_of(state)
     handed = {name: [] for name in statistics}
     state, evicted = collection.evict(
         state, num_rows=num_rows, hand_over=lambda name, records: handed[name].extend(records.keys.tolist())
@@ -708,9 +708,7 @@ def test_shards_share_a_budget(num_shards, num_rows):
         assert evicted.to_dict()[name] == len(gone)
         assert sorted(handed[name]) == sorted(gone)
     assert collection.num_rows(state) == {name: len(set().union(*after[name])) for name in statistics}
-    assert addresses == [
-        leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)
-    ]
+    assert programs.places_of(state) == places
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -549,11 +549,7 @@ def test_nothing_is_copied(way, num_shards, dtype):
     """A donated state keeps its buffers (law 9); other table-sized memory is one byte per row."""
     collection = collection_of(way, num_shards, dtype, capacity=1 << 15)
     state, _ = fill(collection, np.random.default_rng(8), dtype=dtype)
-
-    def places(state):
-        leaves = jax.tree.leaves(state.stores)
-        return [part.data.unsafe_buffer_pointer() for leaf in leaves for part in leaf.addressable_shards]
-
+    places = programs.places_of
     before = places(state)
     state = collection.import_table(state, "a", random_records(np.random.default_rng(9), POOL, dtype))
     assert places(state) == before
@@ -570,11 +566,7 @@ def test_nothing_is_copied_between_steps(way, num_shards):
     """Outside a trace erase, assign and clear donate their store, and reads do not (law 9)."""
     collection = collection_of(way, num_shards)
     state, _ = fill(collection, np.random.default_rng(8))
-
-    def places(state):
-        leaves = jax.tree.leaves(state.stores)
-        return [part.data.unsafe_buffer_pointer() for leaf in leaves for part in leaf.addressable_shards]
-
+    places = programs.places_of
     before, keys = places(state), programs.as_array(POOL[:4])
     for call in (
         lambda s: collection.erase(s, "a", keys),
