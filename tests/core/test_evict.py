@@ -686,6 +686,7 @@ def test_shards_share_a_budget(num_shards, num_rows):
     keys = {name: list(of_table) + [PADDING] * (64 - len(of_table)) for name, of_table in statistics.items()}
     state = fill(collection, keys, statistics)
     before = {name: by_shard(collection, state, name) for name in statistics}
+    state = jax.tree.map(jnp.copy, state)  # of whose memory NumPy has no view, which JAX 0.11 would leave in place
     places = programs.places_of(state)
     handed = {name: [] for name in statistics}
     state, evicted = collection.evict(
