@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD, Store, from_words, nearest
+from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD, Store, from_words, nearest, words
 from kernel_scripts import HALVES, SLABS, Script, case, cases
 
 FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
@@ -250,10 +250,20 @@ class TierScript(Script):
         self.store = TieredStore(**store)
         self.last: dict = {}
 
-    def begin(self, num_rows: int, fresh=0.3, cached=0.5, free=0.2, ages=6, clock: int = CLOCK_AT_FIRST) -> np.ndarray:
-        """Makes rows in use, some new, some in the cache; returns their ids. `free` is a share of the slots."""
+    def begin(
+        self, num_rows: int, fresh=0.3, cached=0.5, free=0.2, ages=6, clock: int = CLOCK_AT_FIRST, is_indexed=True
+    ) -> np.ndarray:
+        """Makes rows in use, some new, some in the cache; returns their ids. `free` is a share of the slots.
+
+        Where many rows are not to be found by key, their keys need not be in the index, which takes the model long.
+        """
         store, rng = self.store, self.rng
-        self.fill(self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows))
+        keys, tables = self.distinct(num_rows), rng.integers(0, store.num_tables, num_rows)
+        if is_indexed:
+            self.fill(keys, tables)
+        else:
+            store.records[:num_rows, :2], store.records[:num_rows, 2] = words(keys), tables
+            store.rows[:num_rows] = nearest(rng.normal(size=(num_rows, store.dim)), store.dtype)
         row_ids = np.arange(num_rows, dtype=np.uint32)
         now = time_of(clock)
         times = (now - 1 - rng.integers(0, 8 * ages, num_rows)) % TIMES + 1
@@ -431,7 +441,7 @@ def tier_clocks(clock: int) -> Script:
 def tier_windows() -> Script:
     """A call looks for slots in a part of a large cache: first in the last tile and those that follow it."""
     script = TierScript(slabs=(500_000,), num_slots=70 * TILE + 100, dim=1)
-    row_ids = script.begin(400_000, cached=0.9, free=0.3, ages=100)
+    row_ids = script.begin(400_000, cached=0.9, free=0.3, ages=100, is_indexed=False)
     script.store.tier_counters[WINDOW] = 70
     asked = [script.rng.choice(row_ids, 5_000).astype(np.uint32) for _ in range(3)]
     for now, following in itertools.pairwise(asked):
