@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Files are read on the CPU: JAX would take most of a GPU, which a training run may need. A Python file may need
         # the devices of its mesh.
         jax.config.update("jax_platforms", "cpu")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that it cannot encode must not fail what is done
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         texts = {"inspect": _inspect, "import": _import, "estimate": _estimate, "freeze": _freeze, "flags": _flags}
         text = texts[options.command](options)

@@ -169,7 +169,7 @@ class BagsOwner(Owner):
         """Finds or inserts the rows of the uses that arrived."""
         store, row_ids, counts = self._find_uses(store, _received_batch(self.spec, self.features, asked))
         padding, kept_back = asked.counts.T
-        counts = counts.at[:, _PADDING].set(padding).at[:, _MISSING if self.is_find else _REFUSED].add(kept_back)
+        counts = counts.at[:, _PADDING].set(padding).at[:, _REFUSED].add(kept_back)
         return store, Found(row_ids, counts, asked.num_rounds)
 
     def read(self, asked: Uses, store: StoreState, found: Found) -> StoreRead:

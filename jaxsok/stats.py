@@ -160,18 +160,22 @@ class Stats:
                 "...)`, then `state, stats = collection.update(state, plan, ...)`."
             )
         num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
-        refused = []
+        refused, also = [], ""
         for table, capacity, s in zip(self.tables, self.capacities, self.stores, strict=True):
             if num_full[table]:
                 neighbours = [name for name, store in zip(self.tables, self.stores, strict=True) if store == s]
                 names = ", ".join(f'"{name}"' for name in neighbours)
+                num_rows = sum(counts[name]["num_rows"] for name in neighbours)
                 refused.append(
                     f'table "{table}": {num_full[table]} keys refused, its store of capacity {capacity} rows '
-                    f"(tables {names}) holds {sum(counts[name]['num_rows'] for name in neighbours)}"
+                    f"(tables {names}) holds {num_rows}"
                 )
+                if num_rows < capacity:
+                    also = " Keys beyond a plan's own send_capacity are refused, too."
         if refused:
             unplaced = int(host.count("num_unplaced").sum())
-            also = f" {unplaced} of them found no index entry within the probe bound." if unplaced else ""
+            if unplaced:
+                also = f" {unplaced} of them found no index entry within the probe bound."
             raise TableFullError(
                 f"lookup: {'; '.join(refused)}.{also} Call collection.grow between steps, or raise max_capacity."
             )

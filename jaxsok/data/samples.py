@@ -12,6 +12,7 @@ import glob
 import itertools
 import mmap
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -177,7 +178,8 @@ class ArrowSource(BlockSource):
 
     Args:
       data: a `pyarrow.Table` or another table with Arrow's C interface, a `pyarrow.dataset.Dataset`, a path, a pattern
-        (`"clicks/*.parquet"`), or several paths. Files that end in `.arrow`, `.feather` or `.ipc` are mapped to memory.
+        (`"clicks/*.parquet"`), or several paths. Folders `day=3` below the path, or at the place of a pattern, give a
+        column. Files that end in `.arrow`, `.feather` or `.ipc` are mapped to memory.
       columns: the columns to read; None: all.
 
     Raises:
@@ -220,24 +222,47 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
 
     are_paths = not isinstance(data, pa.dataset.Dataset)
     if are_paths:
-        paths = _paths_of(data)
+        paths, base = _paths_of(data)
         if all(path.endswith((".arrow", ".feather", ".ipc")) for path in paths):
             return _ipc_pieces(paths)
-        data = pa.dataset.dataset(paths[0] if len(paths) == 1 else paths, partitioning="hive")
+        folders = {path: pa.dataset.dataset(path).files for path in paths if os.path.isdir(path)}
+        paths = [os.path.abspath(file) for path in paths for file in folders.get(path, [path])]
+        if not paths:
+            raise FileNotFoundError(f"ArrowSource: data: got {[*folders]}, where there is no file.")
+        try:
+            data = pa.dataset.dataset(paths, partitioning="hive", partition_base_dir=base)
+        except pa.ArrowTypeError as error:
+            raise ValueError(
+                f"ArrowSource: {paths[0]}: {error}; names of folders as day=3 give columns, which files must not have."
+            ) from error
     pieces = []
     for fragment in data.get_fragments():
         if are_paths:  # a dataset of the caller's may want nulls for columns that a file does not have
-            there = {*fragment.physical_schema.names, *pa.dataset.get_partition_keys(fragment.partition_expression)}
-            missing = [name for name in columns or data.schema.names if name in data.schema.names and name not in there]
-            if missing:
-                raise ValueError(
-                    f"ArrowSource: {fragment.path}: got no columns {missing}, wanted {data.schema.names} in every file."
-                )
+            of_folders = [*pa.dataset.get_partition_keys(fragment.partition_expression)]
+            _check_columns(fragment.path, fragment.physical_schema.names, of_folders, data.schema.names, columns)
         is_parquet = isinstance(fragment, pa.dataset.ParquetFileFragment)
         for part in fragment.split_by_row_group() if is_parquet else [fragment]:
             num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
             pieces.append((functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows))
     return data.schema, pieces
+
+
+def _check_columns(
+    path: str, of_file: list[str], of_folders: list[str], wanted: list[str], columns: list[str] | None
+) -> None:
+    """Refuses a file with other columns than the first one, or with one that a folder's name gives, too."""
+    if twice := sorted({*of_file} & {*of_folders}):
+        raise ValueError(
+            f"ArrowSource: {path}: got columns {twice} in the file and in names of folders, wanted each in one of them."
+        )
+    there = {*of_file, *of_folders}
+    if missing := [name for name in columns or wanted if name in wanted and name not in there]:
+        raise ValueError(f"ArrowSource: {path}: got no columns {missing}, wanted {wanted} in every file.")
+    if columns is None and (more := sorted(there - {*wanted})):
+        raise ValueError(
+            f"ArrowSource: {path}: got also columns {more}, wanted {wanted} in every file, as in the first one; name "
+            "those that are to be read (columns=)."
+        )
 
 
 def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
@@ -272,17 +297,22 @@ def _read_batch(path: str, number: int) -> Any:
         return pa.ipc.open_file(file).get_batch(number)
 
 
-def _paths_of(data: Any) -> list[str]:
+def _paths_of(data: Any) -> tuple[list[str], str]:
+    """Returns files and folders, and the folder below which names such as `day=3` are columns."""
     given = [data] if isinstance(data, str | os.PathLike) else list(data)
     paths: list[str] = []
+    bases = []
     for path in map(os.fspath, given):
-        found = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
+        is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        found = sorted(glob.glob(path)) if is_pattern else [path]
         if not found:
             raise FileNotFoundError(f"ArrowSource: data: got {path!r}, where there is no file.")
         paths += found
+        literal = re.split(r"[*?[]", path)[0]
+        bases.append(os.path.abspath(path if os.path.isdir(path) else os.path.dirname(literal if is_pattern else path)))
     if not paths:
         raise FileNotFoundError("ArrowSource: data: got no path, wanted at least one.")
-    return paths
+    return paths, os.path.commonpath(bases)
 
 
 def _column_of_arrow(name: str, column: Any) -> Any:

@@ -77,7 +77,7 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
       `print(inspect("exports/monday"))`
     """
     found = open_tables(pathlib.Path(path))
-    names = list(found.tables) if tables is None else list(tables)
+    names = list(found.tables if tables is None else dict.fromkeys(tables))
     for name in names:
         if name not in found.tables:
             raise ValueError(f'inspect: {path}: table: got "{name}", wanted one of {list(found.tables)}.')

@@ -4,6 +4,7 @@
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ class Magnitudes:
             width *= 2
         bins = []
         for number in range(first // width, last // width + 1):
-            low, high = (2.0 ** (edge * width / self._BY_OCTAVE + self._LOWEST) for edge in (number, number + 1))
+            octaves = (edge * width / self._BY_OCTAVE + self._LOWEST for edge in (number, number + 1))
+            low, high = (2.0**octave if octave < 1024 else sys.float_info.max for octave in octaves)
             bins.append(Bin(low, high, int(self._counts[number * width : (number + 1) * width].sum())))
         return tuple(bins)
 

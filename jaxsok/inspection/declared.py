@@ -20,6 +20,7 @@ import runpy
 import tomllib
 import traceback
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxsok import initializers, optimizers as optim, policies
 from jaxsok.collection import Collection
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, HostMemory, Placement, TableSpec, on
 
+_PARSERS = {".toml": tomllib.loads, ".json": json.loads}
 LEARNING_RATE = 0.01  # the rate of an optimizer whose file gives none: bytes do not depend on it
 
 
@@ -66,10 +68,10 @@ def read_spec(path: str | os.PathLike[str]) -> Declared:
         raise FileNotFoundError(f"estimate: {path}: got no such file, wanted a .py, .toml or .json file of tables.")
     if path.suffix == ".py":
         return _read_python(path)
-    if path.suffix not in (".toml", ".json"):
+    if path.suffix not in _PARSERS:
         raise ValueError(f"estimate: {path}: got a file named *{path.suffix}, wanted .py, .toml or .json.")
     try:
-        data = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
+        data = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # of both parsers, and of text that is none
         raise ValueError(f"estimate: {path}: got no {path.suffix[1:].upper()}: {error}.") from error
     return _read_data(_Place(str(path)), data)
@@ -97,7 +99,7 @@ def read_batches(
             raise ValueError("a file that is no archive")
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {feature.name: stored[feature.name] for feature in features}
-    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (KeyError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         wanted = [feature.name for feature in features]
         raise ValueError(f"estimate: {path}: got {error}, wanted a .npz file with the arrays {wanted}.") from error
     sizes = {len(array) if array.ndim else 0 for array in arrays.values()}

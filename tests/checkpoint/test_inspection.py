@@ -1,5 +1,6 @@
 """Inspection: reports against NumPy, file kinds by content, declarations from files, pictures, the two commands."""
 
+import io
 import itertools
 import json
 import math
@@ -318,6 +319,13 @@ def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
+def test_norms_as_large_as_float64_has_them(tmp_path):
+    rows = np.array([[1e308], [1e-3], [2.0]])
+    found = inspection.report([Records(np.arange(3, dtype=np.uint64), rows)], name="large")
+    assert sum(each.num for each in found.norms.bins) == 3 and found.norms.bins[-1].high == sys.float_info.max
+    json.dumps(found.to_json(), allow_nan=False)
+
+
 def test_without_matplotlib_a_picture_is_refused(tmp_path, monkeypatch):
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -626,12 +634,25 @@ def test_estimate_of_a_sample(tmp_path, capsys):
     assert picture.read_bytes().startswith(MAGIC[".svg"])
 
 
+def _damage():
+    """Returns a compressed archive with a damaged stream."""
+    file = io.BytesIO()
+    np.savez_compressed(file, clicked=np.random.default_rng(0).integers(0, 2**40, 999))
+    data = bytearray(file.getvalue())
+    data[100:140] = bytes(40)
+    return bytes(data)
+
+
+DAMAGED = _damage()
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
         (None, "No such file"),
         (b"hello", "wanted a .npz file with the arrays"),
         (b"PK\x03\x04", "wanted a .npz file with the arrays"),
+        (DAMAGED, "wanted a .npz file with the arrays"),
         ({"user": np.arange(9)}, "clicked is not a file in the archive"),
         ({"clicked": np.arange(3)}, "got arrays of [3] samples, wanted at least 4"),
         ({"clicked": np.int64(3)}, "got arrays of [0] samples, wanted at least 4"),

@@ -395,6 +395,50 @@ def test_partitions_are_columns(tmp_path):
     assert_reads(pickle.loads(pickle.dumps(source)), slice(15, 45), PLAIN | {"day": days.to_pylist()})
 
 
+def test_names_of_folders_above_are_no_columns(tmp_path):
+    """Only folders below the path, or at the place of a pattern, give columns; the file's own are not replaced."""
+    folder = tmp_path / "seed=3" / "days"
+    for day in (1, 12):
+        (folder / f"day={day}").mkdir(parents=True)
+        pyarrow.parquet.write_table(pa.table({"user": [day], "seed": [7 * day]}), folder / f"day={day}" / "a.parquet")
+    both = {"user": [1, 12], "seed": [7, 84]}
+    first = {name: column[:1] for name, column in both.items()}
+    for given, wanted in (
+        (folder / "day=1" / "a.parquet", first),
+        (folder / "day=1", first),
+        (folder / "day=1*", both | {"day": [1, 12]}),
+        (folder / "day=1*" / "*.parquet", both | {"day": [1, 12]}),
+        (str(folder) + "/", both | {"day": [1, 12]}),
+        (
+            [folder, folder / "day=1" / "a.parquet"],
+            {name: [*column, column[0]] for name, column in both.items()} | {"day": [1, 12, 1]},
+        ),
+    ):
+        found = ArrowSource(given).take(slice(0, 3))
+        assert {name: np.asarray(column).tolist() for name, column in found.items()} == wanted, given
+    with pytest.raises(ValueError, match=r"a.parquet: .*seed.*; names of folders as day=3 give columns, which files"):
+        ArrowSource(tmp_path)
+    (tmp_path / "id=3").mkdir()
+    pyarrow.parquet.write_table(pa.table({"id": pa.array([7], pa.int32())}), tmp_path / "id=3" / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: got columns \['id'\] in the file and in names of folders"):
+        ArrowSource(tmp_path / "id=*")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="empty"):
+        ArrowSource(tmp_path / "empty")
+
+
+def test_columns_that_later_files_have_are_not_dropped(tmp_path):
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    pyarrow.parquet.write_table(pa.table({"user": [1]}), paths[0])
+    pyarrow.parquet.write_table(pa.table({"user": [2], "x": [7]}), paths[1])
+    for given in (paths, tmp_path):
+        with pytest.raises(ValueError, match=r"b.parquet: got also columns \['x'\], wanted \['user'\] in every file"):
+            ArrowSource(given)
+        assert ArrowSource(given, columns=["user"]).take(slice(0, 2))["user"].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"a.parquet: got no columns \['x'\]"):
+        ArrowSource(paths[::-1])
+
+
 @pytest.mark.parametrize("name", ["table", "parquet folder", "feather", "compressed ipc"])
 def test_columns_are_chosen(tmp_path, name):
     """Other columns are not read; a missing column is an error before anything is read."""
