@@ -90,12 +90,11 @@ class Steps:
                 found.append(lookup_lib.find_nothing(spec))
                 asked.append(None if plan.asked is None else plan.asked[s])
                 continue
-            result = self.strategy.lookup(spec, s, state, plan, now)
-            stores[s] = result.store
-            found.append(result.found)
-            asked.append(result.asked)
-            digests.append(result.digest)
-            embeddings |= lookup_lib.by_name(features, result.values)
+            stores[s], of_store, values, digest, requests = self.strategy.lookup(spec, s, state, plan, now)
+            found.append(of_store)
+            asked.append(requests)
+            digests.append(digest)
+            embeddings |= lookup_lib.by_name(features, values)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         sent = tuple(asked) if self.shards.num_shards > 1 else None
