@@ -267,7 +267,7 @@ class Owner(Reader):
             received = lax.dynamic_slice_in_dim(room, number * capacity, capacity, axis=1).reshape(-1, 4)
             of_round = lax.dynamic_slice_in_dim(row_ids, number * capacity, capacity, axis=1).reshape(-1)
             store, back, absent_now = self._answer(store, route, received, of_round)
-            place, _ = exchange_lib.places_of_round(route, listed.starts, number, num_keys)
+            place = exchange_lib.Round.numbered(route, listed.starts, number, num_keys).place
             ids = ids.at[place].set(route.to_askers(of_round), mode="drop")
             rows = ids if spec.is_replicated else rows.at[place].set(back, mode="drop")
             return store, rows, ids, absent + absent_now
