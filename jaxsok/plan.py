@@ -125,8 +125,8 @@ class Plan:
     """The plan of one lookup, by store."""
 
     features: Features
-    distinct: tuple[Distinct, ...] | None = None
-    """Distinct keys, made by `Collection.plan` on one device; None where the lookup was fused."""
+    distinct: tuple[Distinct | None, ...] | None = None
+    """Distinct keys of stores with features, made by `Collection.plan` on one device; None: the lookup was fused."""
     asked: tuple[Requests | Uses | None, ...] | None = None
     """Exchanged requests, made by `Collection.plan` or `Collection.lookup` on a mesh."""
     found: tuple[Found, ...] | None = None
@@ -198,13 +198,6 @@ class InFlight:
 def distinct_keys(features: StoreFeatures) -> Distinct:
     """Makes one store's keys distinct, in one pass with a scratch index of 32 bytes a key; reads no table."""
     return Distinct(*kernels.plan(features.operands(), features.num_tiles))
-
-
-def empty_distinct() -> Distinct:
-    """Returns the distinct keys of a store without features."""
-    none = jnp.zeros(0, jnp.int32)
-    words = jnp.zeros((0, 2), jnp.uint32)
-    return Distinct(words, jnp.zeros(0, jnp.uint32), none, none, jnp.zeros((), jnp.int32))
 
 
 def default_owners(num_shards: int) -> np.ndarray:

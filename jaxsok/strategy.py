@@ -40,9 +40,7 @@ class Fused:
         """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
         if self.shards.is_mesh:
             return Plan(features)  # counts of distinct keys could not be split over the mesh
-        distinct = [
-            plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
-        ]
+        distinct = [plan_lib.distinct_keys(part) if part.layouts else None for part in features.stores]
         return Plan(features, distinct=tuple(distinct))
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
