@@ -1039,7 +1039,10 @@ class Collection:
             if num_stacked(features):
                 steps_per_call = max(steps_per_call, num_stacked(features))
                 features = jax.tree.map(lambda words: jax.ShapeDtypeStruct(words.shape[1:], words.dtype), features)
-            parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
+            num_parts = features.num_parts_here
+            parts = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // num_parts, *leaf.shape[1:]), leaf.dtype), features
+            ).stores
         if state is not None:
             check_state("memory_estimate", self, state)
         known = None

@@ -77,7 +77,7 @@ def count(
         words, runs = _join(features, keys)
         if spec.num_shards == 1:
             # The keys lie table by table.
-            table_ids = np.concatenate([table.table_ids_of(number, size) for number, size in runs])
+            table_ids = np.concatenate([np.full(size, number, np.uint32) for number, size in runs])
             num_new, is_used = _new_keys(spec, store, words, table_ids)
         else:
             num_new, is_used = _new_keys_of_all(shards, spec, store, words, runs, owners)

@@ -245,12 +245,6 @@ def uses_in_all(
     return exchange_lib.uses_of_rows(concatenate(row_ids), concatenate(alive)).astype(jnp.float32)
 
 
-def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
-    """Returns whether kernels alone can sum, send and apply the gradients of a step on one store."""
-    plan = used.plans[0]
-    return len(used.plans) == 1 and exchange.sends_sums_by_kernels(spec, plan.features.stores[s], plan.asked_of(s))
-
-
 def gradients_by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:
     """Returns the gradients of a store's features by bag, as float32."""
     return [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]

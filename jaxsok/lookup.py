@@ -112,7 +112,7 @@ class Reader:
                 place = jnp.uint32(capacity)
                 if not reads_zeros:
                     place = jnp.arange(layout.num_keys, dtype=jnp.uint32) + jnp.uint32(capacity + num_initial)
-                    rows = table.initial_rows(spec, keys, table.table_ids_of(layout.table, layout.num_keys))
+                    rows = table.initial_rows(spec, keys, np.full(layout.num_keys, layout.table, np.uint32))
                     initial.append(rows.astype(slabs[0].dtype))
                     num_initial += layout.num_keys
                 own = jnp.where(is_absent, place, own)

@@ -264,8 +264,3 @@ def clear(spec: StoreSpec, store: StoreState, number: int, shards: Shards) -> tu
     # Also where there were no rows: waiting keys have none.
     store = admission.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
     return store, num_released[number]
-
-
-def table_ids_of(number: int, num_keys: int) -> np.ndarray:
-    """Returns table ids of keys that all belong to one table."""
-    return np.full(num_keys, number, np.uint32)
