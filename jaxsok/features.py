@@ -704,13 +704,10 @@ def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, wh
                 f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut it, or "
                 "declare a larger FeatureSpec(max_hotness=...)."
             )
-    if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray):
-        square = keys_lib.padding_words((num_bags, width))
-        square[np.arange(width) < lengths[:, None]] = words
-    else:
-        offsets = jnp.asarray(offsets)
-        place = offsets[:-1, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-        inside = place < offsets[1:, None]
-        padded = jnp.concatenate([words, keys_lib.padding_words((1,))])
-        square = padded[jnp.where(inside, place, words.shape[0])]
+    xp = np if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray) else jnp
+    offsets = xp.asarray(offsets)
+    place = offsets[:-1, None] + xp.arange(width, dtype=np.int32)[None, :]
+    inside = place < offsets[1:, None]
+    padded = xp.concatenate([words, keys_lib.padding_words((1,))])
+    square = padded[xp.where(inside, place, words.shape[0])]
     return Part(spec, square.reshape(-1, 2), None, None, num_bags * width, 1, (num_bags, width))
