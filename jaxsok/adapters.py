@@ -350,9 +350,7 @@ def _traced_bcoo_to_bags(spec: FeatureSpec, matrix: Any) -> Bags:
     if not spec.weighted:
         inside &= matrix.data != jnp.zeros((), matrix.data.dtype)
     bags = jnp.where(inside, bags.astype(jnp.int32), jnp.int32(num_bags))
-    # By column, then by bag; the second sort is stable and keeps the order of the first.
-    order = jnp.argsort(columns, stable=True)
-    order = order[jnp.argsort(bags[order], stable=True)]
+    order = jnp.lexsort((columns, bags))
     ends = jnp.arange(num_bags + 1, dtype=jnp.int32)
     offsets = jnp.searchsorted(bags[order], ends).astype(jnp.int32)
     keys = columns[order]
@@ -405,9 +403,7 @@ def _to_pyarrow(value: Any, what: str, name: str) -> Any:
             f"{what}: {name}: got {type(value).__name__}, which is read through Arrow; pip install pyarrow. Without it "
             "a column of integers without nulls is taken, or NumPy."
         ) from error
-    if isinstance(value, pa.Array):
-        return value
-    if not isinstance(value, pa.ChunkedArray):
+    if not isinstance(value, (pa.Array, pa.ChunkedArray)):
         value = pa.chunked_array(value) if hasattr(value, "__arrow_c_stream__") else pa.array(value)
     if isinstance(value, pa.Array):
         return value

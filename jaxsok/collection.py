@@ -437,7 +437,6 @@ class Collection:
         state, plans, grads, learning_rate = guards.refuse_transforms(
             "update", state=state, plan=plans, gradients=grads, learning_rate=learning_rate
         )
-        self._check_gradients("update", plans, grads)
         return self._steps.call("update", state, plans, [*map(dict, grads)], learning_rate)
 
     @annotations.annotate("jaxsok.gradient_norm")
@@ -462,7 +461,6 @@ class Collection:
         """
         check_state("gradient_norm", self, state)
         plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
-        self._check_gradients("gradient_norm", plans, grads)
         state, plans, grads = guards.refuse_transforms("gradient_norm", state=state, plan=plans, gradients=grads)
         return self._steps.call("gradient_norm", state, plans, [*map(dict, grads)])
 
@@ -1039,7 +1037,10 @@ class Collection:
             if num_stacked(features):
                 steps_per_call = max(steps_per_call, num_stacked(features))
                 features = jax.tree.map(lambda words: jax.ShapeDtypeStruct(words.shape[1:], words.dtype), features)
-            parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
+            num_parts = features.num_parts_here
+            parts = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // num_parts, *leaf.shape[1:]), leaf.dtype), features
+            ).stores
         if state is not None:
             check_state("memory_estimate", self, state)
         known = None
@@ -1061,6 +1062,7 @@ class Collection:
             raise ValueError(
                 f"{op}: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
             )
+        num_parts = 1 if self.shards.sees_parts() else self.shards.num_shards
         for plan, of_plan in zip(plans, grads, strict=True):
             if not isinstance(plan, Plan) or plan.found is None:
                 raise TypeError(
@@ -1072,12 +1074,8 @@ class Collection:
                     "embeddings are."
                 )
             check_features(op, self, plan.features)
+            gradients_lib.check_gradients(self.stores, plan, of_plan, num_parts, op)
         return plans, grads
-
-    def _check_gradients(self, op: str, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]) -> None:
-        num_parts = 1 if self.shards.sees_parts() else self.shards.num_shards
-        for plan, grads in zip(plans, gradients, strict=True):
-            gradients_lib.check_gradients(self.stores, plan, grads, num_parts, op)
 
 
 def _make_rest(num_tables: int, seed: Array, partition_owners: Array) -> tuple[Array, ...]:

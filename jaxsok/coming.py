@@ -24,9 +24,6 @@ from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import StoreState, num_buckets_of
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS, Keys
 
-Places = tuple[tuple[int, int, int], ...]
-"""Table, first place and number of the keys of each feature in one array of keys."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Coming:
@@ -59,6 +56,7 @@ def num_stacked(features: Features) -> int:
 # Counting on the device ----------------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))
 def count(
     spec: StoreSpec,
     store: StoreState,
@@ -74,27 +72,12 @@ def count(
     Returns three numbers, each the greatest over the shards: the new keys, the new keys plus the rows in use, and the
     rows that a batch asks for; and marks the rows of capacity that a batch asks for.
     """
-    places = tuple(
-        tuple((layout.table, layout.key_start, layout.num_keys) for layout in part.layouts if layout.num_keys)
-        for part in features
-    )
-    return _count(spec, shards, places, store, tuple(part.keys for part in features), partition_owners)
 
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _count(
-    spec: StoreSpec,
-    shards: Shards,
-    places: tuple[Places, ...],
-    store: StoreState,
-    keys: tuple[Array, ...],
-    owners: UInt32[Array, " _"],
-) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
     def part(store: StoreState, keys: tuple[Array, ...], owners: Array) -> tuple[Array, Array]:
-        words, runs = _join(places, keys)
+        words, runs = _join(features, keys)
         if spec.num_shards == 1:
             # The keys lie table by table.
-            table_ids = np.concatenate([table.table_ids_of(number, size) for number, size in runs])
+            table_ids = np.concatenate([np.full(size, number, np.uint32) for number, size in runs])
             num_new, is_used = _new_keys(spec, store, words, table_ids)
         else:
             num_new, is_used = _new_keys_of_all(shards, spec, store, words, runs, owners)
@@ -102,15 +85,18 @@ def _count(
         numbers = jnp.stack([num_new, num_new + in_use, is_used.sum(dtype=jnp.int32)])
         return shards.max(numbers), is_used
 
+    keys = tuple(part.keys for part in features)
     of_keys = tuple(shards.stacked_spec if words.ndim == 3 else shards.spec for words in keys)
-    return shards.run(part, (store, keys, owners), (shards.spec, of_keys, P()), (P(), shards.spec))
+    return shards.run(part, (store, keys, partition_owners), (shards.spec, of_keys, P()), (P(), shards.spec))
 
 
-def _join(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, list[tuple[int, int]]]:
+def _join(features: Sequence[StoreFeatures], keys: tuple[Array, ...]) -> tuple[Keys, list[tuple[int, int]]]:
     by_table: dict[int, list[Array]] = {}
-    for places_of_part, words in zip(places, keys, strict=True):
-        for number, start, size in places_of_part:
-            by_table.setdefault(number, []).append(words[..., start : start + size, :].reshape(-1, 2))
+    for part, words in zip(features, keys, strict=True):
+        for layout in part.layouts:
+            if layout.num_keys:
+                start, end = layout.key_start, layout.key_start + layout.num_keys
+                by_table.setdefault(layout.table, []).append(words[..., start:end, :].reshape(-1, 2))
     parts = [(number, jnp.concatenate(by_table[number])) for number in sorted(by_table)]
     return jnp.concatenate([part for _, part in parts]), [(number, part.shape[0]) for number, part in parts]
 

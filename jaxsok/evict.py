@@ -176,14 +176,6 @@ def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""
     return jnp.zeros(num_shards, jnp.uint32).at[order].set(shares)[shards.index()]
 
 
-@annotations.annotate_store
-def _release_part(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
-    shards, old = leaving.shards, store.generation
-    store, num_released = table_lib.release(leaving.spec, store, flags, is_eviction=True)
-    num_released = shards.total(num_released, is_replicated=leaving.spec.is_replicated)
-    return store.advance_generation(old, num_released), num_released
-
-
 # On whole stores -----------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +197,7 @@ def _release(
     released = []
     for rule, store, of_store in zip(leaving, stores, flags, strict=True):
         split = rule.shards.spec
-        part = functools.partial(_release_part, rule)
+        part = functools.partial(table_lib.release, rule.spec, shards=rule.shards, is_eviction=True)
         released.append(rule.shards.run(part, (store, of_store), (split, split), (split, P())))
     return tuple(released)
 

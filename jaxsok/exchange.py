@@ -148,7 +148,7 @@ class Route:
         """Sends each owner its first requests, and offsets."""
         if self.windows is not None and not self.is_replicated:
             return self.windows.send_lines(lines, starts, digest, offsets, self.send_capacity)
-        requests = requests_of_round(self, lines, starts, 0)
+        requests = Round.numbered(self, starts, 0, lines.shape[0]).select(lines)
         counts = (starts[1:] - starts[:-1]).astype(jnp.uint32)
         to_all = jnp.broadcast_to(jnp.concatenate([digest[0], counts]), (self.num_owners, 2 + self.num_owners))
         words = jnp.concatenate([to_all, offsets.astype(jnp.uint32)], axis=1)
@@ -258,37 +258,6 @@ def digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> Digest:
     return jnp.stack([low.sum(dtype=jnp.uint32), high.sum(dtype=jnp.uint32)])[None]
 
 
-def places(
-    route: Route, begins: Int32[Array, " num_owners"], ends: Int32[Array, " num_owners"], num_keys: int
-) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
-    """Returns the place of each line to send among the requests; num_keys where there is none."""
-    place = begins[:, None] + jnp.arange(route.send_capacity, dtype=jnp.int32)[None, :]
-    is_real = place < ends[:, None]
-    return jnp.where(is_real, place, num_keys).reshape(-1), is_real.reshape(-1)
-
-
-def take_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
-    """Selects the requests to send; padding where there is none."""
-    return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST[: requests.shape[1]])
-
-
-def places_of_round(
-    route: Route, starts: Int32[Array, " num_owners_plus_1"], number: int | Array, num_keys: int
-) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
-    """Does `places` for a round that sends each owner its next requests."""
-    return places(route, starts[:-1] + number * route.send_capacity, starts[1:], num_keys)
-
-
-def requests_of_round(
-    route: Route,
-    lines: UInt32[Array, "num_keys line_words"],
-    starts: Int32[Array, " num_owners_plus_1"],
-    number: int | Array,
-) -> UInt32[Array, "num_sent line_words"]:
-    """Selects the requests of one round."""
-    return take_requests(lines, *places_of_round(route, starts, number, lines.shape[0]))
-
-
 # Rounds --------------------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +284,7 @@ def receive_all(
 
     @jax.named_scope("round")
     def receive(number: Array, room: Array) -> Array:
-        more = route.to_owners(requests_of_round(route, lines, starts, number))
+        more = Round.numbered(route, starts, number, lines.shape[0]).requests(lines)
         return lax.dynamic_update_slice_in_dim(
             room, more.reshape(num_shards, capacity, width), number * capacity, axis=1
         )
@@ -375,11 +344,34 @@ class Round:
 
     route: Route
     place: Int32[Array, " num_sent"]
+    """The place of each line to send among the requests; num_keys where there is none."""
     is_real: Bool[Array, " num_sent"]
 
-    def requests(self, lines: UInt32[Array, "num_keys 4"]) -> UInt32[Array, "_ 4"]:
+    @classmethod
+    def between(
+        cls, route: Route, begins: Int32[Array, " num_owners"], ends: Int32[Array, " num_owners"], num_keys: int
+    ) -> "Round":
+        """Makes a round that sends each owner its requests from a begin to an end."""
+        place = begins[:, None] + jnp.arange(route.send_capacity, dtype=jnp.int32)[None, :]
+        is_real = place < ends[:, None]
+        return cls(route, jnp.where(is_real, place, num_keys).reshape(-1), is_real.reshape(-1))
+
+    @classmethod
+    def numbered(
+        cls, route: Route, starts: Int32[Array, " num_owners_plus_1"], number: int | Array, num_keys: int
+    ) -> "Round":
+        """Makes a round that sends each owner its next requests."""
+        return cls.between(route, starts[:-1] + number * route.send_capacity, starts[1:], num_keys)
+
+    def select(self, lines: UInt32[Array, "num_keys line_words"]) -> UInt32[Array, "num_sent line_words"]:
+        """Selects the requests to send; padding where there is none."""
+        return jnp.where(
+            self.is_real[:, None], lines.at[self.place].get(mode="clip"), PADDING_REQUEST[: lines.shape[1]]
+        )
+
+    def requests(self, lines: UInt32[Array, "num_keys line_words"]) -> UInt32[Array, "_ line_words"]:
         """Sends the requests of this round to their owners."""
-        return self.route.to_owners(take_requests(lines, self.place, self.is_real))
+        return self.route.to_owners(self.select(lines))
 
     def take(self, lines: Array) -> Array:
         """Selects the lines of this round from those of all requests; zeros where nothing is sent."""
@@ -402,7 +394,7 @@ def over_rounds(
         bound, is_last = _common_end(exchange.shards, ordered, begins)
         ends = [_ends(order, begin, bound, is_last) for order, begin in zip(ordered, begins, strict=True)]
         rounds = [
-            Round(route, *places(route, begin, end, order.lines.shape[0]))
+            Round.between(route, begin, end, order.lines.shape[0])
             for route, order, begin, end in zip(routes, ordered, begins, ends, strict=True)
         ]
         return body(carry, rounds), ends, is_last

@@ -174,8 +174,8 @@ class Features:
         raise KeyError(f'Features: got feature "{name}", wanted one of {known}.')
 
     @property
-    def _num_parts(self) -> int:
-        # Inside shard_map there is one part, whatever the batch was made for: as many keys as the layouts say.
+    def num_parts_here(self) -> int:
+        """The parts in each array: inside shard_map one, whatever the batch was made for; the number of keys tells."""
         for store in self.stores:
             num_keys = sum(layout.num_keys for layout in store.layouts)
             if num_keys:
@@ -184,7 +184,7 @@ class Features:
 
     def _parts(self, array: Array, start: int, size: int) -> Array:
         """Returns `size` lines of each part of a packed array: `[num_parts, size, ...]`."""
-        lines = array.reshape(self._num_parts, array.shape[0] // self._num_parts, *array.shape[1:])
+        lines = array.reshape(self.num_parts_here, array.shape[0] // self.num_parts_here, *array.shape[1:])
         return lines[:, start : start + size]
 
     def keys(self, name: str) -> UInt32[Array, "num_keys 2"]:
@@ -203,7 +203,7 @@ class Features:
             return self._parts(not_none(store.offsets), layout.offsets_start, layout.num_offsets).reshape(-1)
         num_bags = layout.combined_shape[0]
         hotness = layout.num_keys // max(1, num_bags)
-        return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
+        return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self.num_parts_here)
 
     def inverse(self, name: str) -> Int32[Array, " num_samples"]:
         """Returns the bag of each sample of a feature; 0, 1, 2, ... where samples share no bags.
@@ -214,7 +214,7 @@ class Features:
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
             return self._parts(not_none(store.inverse), layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
-        return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
+        return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self.num_parts_here)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
         """Marks the keys of a feature that are no padding: `[num_keys]`, or `[num_bags, hotness]` if padded to several.
@@ -386,22 +386,14 @@ def shapes_of(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[
     return jax.eval_shape(lambda: _join_parts(store, [make(spec) for spec in features_of(store, features)]))
 
 
-def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
-    """Returns the shapes and dtypes of one shard's part of packed features."""
-    num_keys = sum(layout.num_keys for layout in features.layouts) or 1
-    num_parts = max(1, min(num_parts, features.keys.shape[0] // num_keys))  # inside shard_map there is one part
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // num_parts, *leaf.shape[1:]), leaf.dtype), features
-    )
-
-
 def layouts_of(store: StoreSpec, parts: Sequence[Part]) -> tuple[FeatureLayout, ...]:
     """Lays out the features of a store, one after the other; reads only the shapes of their arrays."""
     layouts: list[FeatureLayout] = []
+    names = [table.name for table in store.tables]
     key_start = bag_start = offsets_start = weights_start = tile_start = inverse_start = 0
     for part in parts:
         num_keys, spec = part.words.shape[0], part.spec
-        table = store.table_number(spec.table)
+        table = names.index(spec.table)
         has_inverse = part.inverse is not None
         layout = FeatureLayout(
             name=spec.name,
@@ -712,13 +704,10 @@ def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, wh
                 f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut it, or "
                 "declare a larger FeatureSpec(max_hotness=...)."
             )
-    if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray):
-        square = keys_lib.padding_words((num_bags, width))
-        square[np.arange(width) < lengths[:, None]] = words
-    else:
-        offsets = jnp.asarray(offsets)
-        place = offsets[:-1, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-        inside = place < offsets[1:, None]
-        padded = jnp.concatenate([words, keys_lib.padding_words((1,))])
-        square = padded[jnp.where(inside, place, words.shape[0])]
+    xp = np if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray) else jnp
+    offsets = xp.asarray(offsets)
+    place = offsets[:-1, None] + xp.arange(width, dtype=np.int32)[None, :]
+    inside = place < offsets[1:, None]
+    padded = xp.concatenate([words, keys_lib.padding_words((1,))])
+    square = padded[xp.where(inside, place, words.shape[0])]
     return Part(spec, square.reshape(-1, 2), None, None, num_bags * width, 1, (num_bags, width))

@@ -40,23 +40,19 @@ def check_gradients(specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients
     for spec, part in zip(specs, plan.features.stores, strict=True):
         for layout in part.layouts:
             num_lines, *others = layout.embedding_shape
-            whole = dataclasses.replace(layout, embedding_shape=(num_lines * num_parts, *others))
-            gradient_of(gradients, whole, spec, op)
+            _check(gradients, layout.name, (num_lines * num_parts, *others, spec.dim), op)
 
 
-def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:
-    """Returns a feature's gradient after checking it."""
-    what = f'{op}: gradients: feature "{layout.name}"'
-    if layout.name not in gradients:
+def _check(gradients: Gradients, name: str, wanted: tuple[int, ...], op: str) -> None:
+    what = f'{op}: gradients: feature "{name}"'
+    if name not in gradients:
         raise ValueError(f"{what}: got none, wanted one; there are {sorted(gradients)}.")
-    gradient = gradients[layout.name]
-    wanted = (*layout.embedding_shape, spec.dim)
+    gradient = gradients[name]
     if not hasattr(gradient, "shape") or not jnp.issubdtype(gradient.dtype, jnp.floating):
         got = f"{gradient.dtype}{list(gradient.shape)}" if hasattr(gradient, "shape") else type(gradient).__name__
         raise TypeError(f"{what}: got {got}, wanted a float array of shape {list(wanted)}.")
     if gradient.shape != wanted:
         raise ValueError(f"{what}: got shape {list(gradient.shape)}, wanted that of its embedding, {list(wanted)}.")
-    return jnp.asarray(gradient)
 
 
 # On one shard --------------------------------------------------------------------------------------------------------
@@ -64,7 +60,7 @@ def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op
 
 def bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayout, spec: StoreSpec) -> Array:
     """Returns the gradient by bag: where samples share a bag, their sum, in the order of the samples."""
-    gradient = gradient_of(gradients, layout, spec)
+    gradient = jnp.asarray(gradients[layout.name])
     inverse = part.inverse_of(layout)
     if inverse is None:
         return gradient
@@ -243,12 +239,6 @@ def uses_in_all(
     """Counts for each line, plan after plan, the uses of its row in all live plans."""
     alive = [jnp.where(is_live[p], of_plan, 0) for p, of_plan in enumerate(uses)]
     return exchange_lib.uses_of_rows(concatenate(row_ids), concatenate(alive)).astype(jnp.float32)
-
-
-def fits_windows(exchange: Exchange, spec: StoreSpec, s: int, used: Used) -> bool:
-    """Returns whether kernels alone can sum, send and apply the gradients of a step on one store."""
-    plan = used.plans[0]
-    return len(used.plans) == 1 and exchange.sends_sums_by_kernels(spec, plan.features.stores[s], plan.asked_of(s))
 
 
 def gradients_by_bag(spec: StoreSpec, part: StoreFeatures, gradients: Gradients) -> list[Float32[Array, "..."]]:

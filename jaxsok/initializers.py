@@ -148,15 +148,6 @@ BY_NAME: Mapping[str, Callable[[], Initializer]] = {
 
 # Apart from a state --------------------------------------------------------------------------------------------------
 
-_UINT64 = 2**64 - 1
-
-
-def _mix64(x: int) -> int:
-    """Mix64 of ffi/core/hash.h."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _UINT64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _UINT64
-    return x ^ x >> 31
-
 
 @dataclasses.dataclass(frozen=True)
 class InitialRows:
@@ -184,21 +175,12 @@ class InitialRows:
             raise ValueError("InitialRows: initializer: got parameters beyond float32, wanted finite numbers.")
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"InitialRows: table: got {self.table!r}, wanted a name.")
-        checks.field(self, "InitialRows", "seed", checks.integer, 0, _UINT64, "an integer from 0 to 2**64 - 1")
+        checks.field(self, "InitialRows", "seed", checks.integer, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1")
 
     def __str__(self) -> str:
         name = ("constant", "uniform", "normal", "truncated_normal")[self.initializer.kind]
         parameters = f"{self.initializer.a:g}, {self.initializer.b:g}"
         return f'the initial row: {name}({parameters}) of table "{self.table}", seed {self.seed}'
-
-    def name_under(self, seed: int, name: int) -> int:
-        """Returns the hash of a table name, in place of `name`, that gives the same rows under another seed.
-
-        The stream of a key begins with Mix64(seed + golden) ^ name (ffi/core/initialize.h), so that one call, which has
-        one seed, can look up tables of several seeds.
-        """
-        golden = 0x9E3779B97F4A7C15
-        return name ^ _mix64(self.seed + golden & _UINT64) ^ _mix64(seed + golden & _UINT64)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON object for manifests."""

@@ -112,7 +112,7 @@ class Reader:
                 place = jnp.uint32(capacity)
                 if not reads_zeros:
                     place = jnp.arange(layout.num_keys, dtype=jnp.uint32) + jnp.uint32(capacity + num_initial)
-                    rows = table.initial_rows(spec, keys, table.table_ids_of(layout.table, layout.num_keys))
+                    rows = table.initial_rows(spec, keys, np.full(layout.num_keys, layout.table, np.uint32))
                     initial.append(rows.astype(slabs[0].dtype))
                     num_initial += layout.num_keys
                 own = jnp.where(is_absent, place, own)
@@ -267,7 +267,7 @@ class Owner(Reader):
             received = lax.dynamic_slice_in_dim(room, number * capacity, capacity, axis=1).reshape(-1, 4)
             of_round = lax.dynamic_slice_in_dim(row_ids, number * capacity, capacity, axis=1).reshape(-1)
             store, back, absent_now = self._answer(store, route, received, of_round)
-            place, _ = exchange_lib.places_of_round(route, listed.starts, number, num_keys)
+            place = exchange_lib.Round.numbered(route, listed.starts, number, num_keys).place
             ids = ids.at[place].set(route.to_askers(of_round), mode="drop")
             rows = ids if spec.is_replicated else rows.at[place].set(back, mode="drop")
             return store, rows, ids, absent + absent_now

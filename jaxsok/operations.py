@@ -304,9 +304,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _erase(table: TableRef, store: StoreState, _: Any, words: Array) -> tuple[StoreState, Array]:
-    new, num_erased = table_lib.erase(table.spec, store, words, jnp.asarray(table.ids(len(words))))
-    num_erased = table.total(num_erased)
-    return new.advance_generation(store.generation, num_erased), num_erased
+    return table_lib.erase(table.spec, store, words, jnp.asarray(table.ids(len(words))), table.shards)
 
 
 def _contains(table: TableRef, store: StoreState, _: Any, words: Array) -> Array:
@@ -342,10 +340,7 @@ def _assign(
 
 
 def _clear(table: TableRef, store: StoreState, _: Any) -> tuple[StoreState, Array]:
-    generation = store.generation
-    store, num_erased = table_lib.clear(table.spec, store, table.number)
-    num_erased = table.total(num_erased)
-    return store.advance_generation(generation, num_erased), num_erased
+    return table_lib.clear(table.spec, store, table.number, table.shards)
 
 
 def _choose_leaving(

@@ -146,17 +146,6 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class _Place(NamedTuple):
-    """The places of a store's keys and weights in each part, and their numbers."""
-
-    keys: int
-    weights: int
-    num_keys: int
-    num_weights: int
-    itemsize: int
-    """Bytes of a key: 8, or 4 where low words travel."""
-
-
 _Unsigned = tuple[tuple[int, int, int], ...]
 """Features of a store with unsigned keys: the place of their keys, their number, and the offset that ends them (never
 the first one; 0: they are not ragged)."""
@@ -171,8 +160,6 @@ class _Recipe:
     num_bags: int
     numbers: Sequence[int]
     """The shards that get a part each."""
-    is_split: bool
-    may_narrow: bool
     memory: _Memory
     """Offsets. Behind them lie the ends, and the offsets of rectangles, which no device gets."""
     num_bytes: int
@@ -198,7 +185,8 @@ class _Sized(NamedTuple):
 
     memory: _Memory
     """Keys and weights."""
-    places: list[_Place]
+    places: list[tuple[tuple, tuple]]
+    """Arguments of `_Memory.views` for each store's keys and weights."""
     keys: np.ndarray
     """`kernel.KEYS` of the features; addresses count from the beginning of the memory of keys, or that of offsets."""
     layouts: list[tuple[FeatureLayout, ...]]
@@ -395,8 +383,6 @@ class HostPacker:
             num_samples,
             num_bags,
             numbers,
-            is_split,
-            self.may_narrow(),
             memory,
             scratch,
             ends,
@@ -419,12 +405,10 @@ class HostPacker:
             num_weights = sum(part.words.shape[0] for part in parts if part.weights is not None)
             if num_keys >= 2**31:
                 return None
-            is_narrow = bool(store) and recipe.may_narrow and all(source.is_narrow for source in store)
-            itemsize = 4 if is_narrow else 8
-            place = _Place(
-                memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights), num_keys, num_weights, itemsize
-            )
-            places.append(place)
+            is_narrow = bool(store) and self.may_narrow() and all(source.is_narrow for source in store)
+            itemsize, width = (4, ()) if is_narrow else (8, (2,))
+            at_keys, at_weights = memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights)
+            places.append(((at_keys, np.uint32, num_keys, *width), (at_weights, np.float32, num_weights)))
             made = features_lib.layouts_of(spec, parts)
             # One object for equal layouts: JAX compares them for each batch.
             layouts.append(_keep(self._layouts, made, lambda made=made: made))
@@ -433,8 +417,8 @@ class HostPacker:
                 places_of_part = {
                     "size": layout.num_keys,
                     "is_narrow": is_narrow,
-                    "packed": place.keys + itemsize * layout.key_start,
-                    "packed_weights": place.weights + 4 * max(0, layout.weights_start),
+                    "packed": at_keys + itemsize * layout.key_start,
+                    "packed_weights": at_weights + 4 * max(0, layout.weights_start),
                 }
                 if source.kind:
                     of_bags = next(bags)
@@ -475,12 +459,11 @@ class HostPacker:
             keys["offsets"] += place
         job = kernel.KeysJob(keys, self.num_threads, (given, lent, offsets))
         arrays = []
-        for store, place, (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
-            shape = (place.num_keys,) if place.itemsize == 4 else (place.num_keys, 2)
-            keys_by_part = memory.views(lent, place.keys, np.uint32, *shape)
+        for store, (of_keys, of_weights), (begin, count) in zip(recipe.stores, places, recipe.offsets, strict=True):
+            keys_by_part = memory.views(lent, *of_keys)
             is_weighted = any(source.spec.weighted for source in store)
             no_weights = [np.zeros(1, np.float32)] * num_parts if is_weighted else None
-            weights = memory.views(lent, place.weights, np.float32, place.num_weights) or no_weights
+            weights = memory.views(lent, *of_weights) or no_weights
             offsets_by_part = recipe.memory.views(offsets, begin, np.int32, count) or None
             arrays.append((keys_by_part or [keys_lib.padding_words((1,))] * num_parts, offsets_by_part, weights))
         packed = HostBatch(
@@ -490,7 +473,7 @@ class HostPacker:
             features_lib.rest_of(begun.raw, self._features),
             self._tag,
             num_parts,
-            recipe.is_split,
+            begun.is_split,
             recipe.num_samples,
             begun.pad_to,
         )

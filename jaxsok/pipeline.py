@@ -306,17 +306,16 @@ class Pipeline:
                 f"pipeline.jit: {refused[0]}: got one, wanted none, since the program also takes and returns arrays of "
                 "the pipeline; use jax.lax.with_sharding_constraint in the step, or jax.jit without the pipeline."
             )
-        alone = jit(step, donate_argnums=donate_argnums, static_argnums=static_argnums, **options)
+        options |= {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
+        alone = jit(step, **options)
         if self._collection.shards.num_shards == 1:
             return alone
         self._joins = True
-        donated = _numbers(donate_argnums)
-        donated_of = _donated_by(step, donated or (), options.get("donate_argnames") or ())
-        moved = {"donate_argnums": _moved(donated), "static_argnums": _moved(_numbers(static_argnums))}
+        donated_of = _donated_by(step, donate_argnums, options.get("donate_argnames") or ())
 
         @functools.cache
         def program_of(capacities: tuple[int, ...]) -> Callable:
-            return jit(self._collection.step_with_plan(step, capacities), **moved, **options)
+            return jit(self._collection.step_with_plan(step, capacities), **options)
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -333,7 +332,7 @@ class Pipeline:
             # With nothing to plan, it plans its own batch again, in vain: that costs less than to compile without. It
             # takes a copy, since the step may be given the memory of its own plan.
             features = taken.batch.features if taken is not None else jax.tree.map(jnp.copy, current.batch.features)
-            results, plan, loads = program_of(current.capacities)(features, *args, **kwargs)
+            results, plan, loads = program_of(current.capacities)(*args, jaxsok_features=features, **kwargs)
             if taken is not None:
                 taken.plan, taken.loads = dataclasses.replace(plan, features=features), loads
                 self._under_way, self._left = (*self._under_way, taken), None
@@ -684,8 +683,11 @@ def _is_in_one_round(plan: Plan) -> bool:
     return all(getattr(asked, "listed", None) is None for asked in plan.asked or ())
 
 
-def _donated_by(step: Callable, numbers: Sequence[int], names: str | Sequence[str]) -> Callable[[tuple, dict], list]:
+def _donated_by(
+    step: Callable, numbers: int | Sequence[int] | None, names: str | Sequence[str]
+) -> Callable[[tuple, dict], list]:
     """Returns what finds the donated arguments of a call, by number or by name, as `jax.jit` does."""
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
     try:
         parameters = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):  # it has no signature that Python knows
@@ -709,30 +711,17 @@ def _has_following(tree: Any) -> bool:
     return any(isinstance(node, Plan) and bool(node.following) for node in nodes)
 
 
-def _numbers(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    return (given,) if isinstance(given, int) else None if given is None else tuple(given)
-
-
-def _moved(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Returns the places of arguments behind one more; None: their names say which they are."""
-    return None if numbers is None else tuple(number + (number >= 0) for number in numbers)
-
-
 def step_with_plan(step: Callable, collection: Planner, capacities: tuple[int, ...]) -> Callable:
-    """Returns a function that does a step, and plans the features given first."""
+    """Returns a function that does a step, and plans the features given besides."""
 
-    def step_and_plan(features: Features, /, *args: Any, **kwargs: Any) -> tuple[Any, Plan, Loads]:
+    @functools.wraps(step)
+    def step_and_plan(*args: Any, jaxsok_features: Features, **kwargs: Any) -> tuple[Any, Plan, Loads]:
         results = step(*args, **kwargs)
         # One after the other: XLA's CPU client may block where many collectives are under way, and the copy of the
         # loads to the host, which ends a CUDA graph, has to come last.
-        features, _ = lax.optimization_barrier((features, results))
+        features, _ = lax.optimization_barrier((jaxsok_features, results))
         plan, loads = collection.plan_with_loads(features, capacities)
         # The features do not pass through the program: its results would be copies.
         return results, dataclasses.replace(plan, features=NO_FEATURES), loads
 
-    # By this JAX finds the arguments that its options name.
-    features = inspect.Parameter("jaxsok_features", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.Signature([features, *inspect.signature(step).parameters.values()])
-    step_and_plan.__dict__["__signature__"] = signature
-    step_and_plan.__name__ = getattr(step, "__name__", step_and_plan.__name__)
     return step_and_plan

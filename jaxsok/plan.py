@@ -22,7 +22,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts, TableIds
 
 # Constants of ffi/core/hash.h.
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multiply; and a last shift
 _LAST_SHIFT = 31
 _PARTITION_BITS = NUM_PARTITIONS.bit_length() - 1
@@ -125,8 +125,8 @@ class Plan:
     """The plan of one lookup, by store."""
 
     features: Features
-    distinct: tuple[Distinct, ...] | None = None
-    """Distinct keys, made by `Collection.plan` on one device; None where the lookup was fused."""
+    distinct: tuple[Distinct | None, ...] | None = None
+    """Distinct keys of stores with features, made by `Collection.plan` on one device; None: the lookup was fused."""
     asked: tuple[Requests | Uses | None, ...] | None = None
     """Exchanged requests, made by `Collection.plan` or `Collection.lookup` on a mesh."""
     found: tuple[Found, ...] | None = None
@@ -200,13 +200,6 @@ def distinct_keys(features: StoreFeatures) -> Distinct:
     return Distinct(*kernels.plan(features.operands(), features.num_tiles))
 
 
-def empty_distinct() -> Distinct:
-    """Returns the distinct keys of a store without features."""
-    none = jnp.zeros(0, jnp.int32)
-    words = jnp.zeros((0, 2), jnp.uint32)
-    return Distinct(words, jnp.zeros(0, jnp.uint32), none, none, jnp.zeros((), jnp.int32))
-
-
 def default_owners(num_shards: int) -> np.ndarray:
     """Returns the shard of each of the 4,096 partitions: equal contiguous ranges."""
     return (np.arange(NUM_PARTITIONS, dtype=np.uint64) * num_shards // NUM_PARTITIONS).astype(np.uint32)
@@ -226,7 +219,7 @@ def partitions_of(
     keys: UInt64[np.ndarray, " num_keys"], names: UInt64[np.ndarray, " num_keys"] | np.uint64
 ) -> UInt64[np.ndarray, " num_keys"]:
     """Returns the partition of each key, on the host (`PartitionOf` in ffi/core/hash.h); `names` are tables' words."""
-    hashes = _mix(_mix(keys ^ names) + np.uint64(_GOLDEN))
+    hashes = mix(mix(keys ^ names) + np.uint64(GOLDEN))
     return hashes >> np.uint64(64 - _PARTITION_BITS)
 
 
@@ -236,7 +229,7 @@ def owner_of(spec: StoreSpec, number: int, keys: Keys, partition_owners: Partiti
     if pinned != NO_ROW:
         return jnp.full(keys.shape[0], jnp.uint32(pinned))
     words = keys[:, 0] ^ jnp.uint32(low), keys[:, 1] ^ jnp.uint32(high)
-    _, top = mix_words(*plus(*mix_words(*words), _GOLDEN))
+    _, top = mix_words(*plus(*mix_words(*words), GOLDEN))
     return partition_owners.at[top >> jnp.uint32(32 - _PARTITION_BITS)].get(mode="promise_in_bounds")
 
 
@@ -246,7 +239,8 @@ def _place_words(spec: StoreSpec, number: int) -> tuple[int, int, int]:
     return words[0], words[1], 0 if spec.num_shards == 1 else words[5]
 
 
-def _mix(x: UInt64[np.ndarray, " _"]) -> UInt64[np.ndarray, " _"]:
+def mix(x: UInt64[np.ndarray, " _"]) -> UInt64[np.ndarray, " _"]:
+    """Mixes 64-bit words (`Mix64` in ffi/core/hash.h)."""
     for shift, factor in _MIX:
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(_LAST_SHIFT))

@@ -69,28 +69,20 @@ class RowSlab:
         """The row id of the first row."""
         return sum(records.shape[0] for records in self.store.records[: self.number])
 
-    def read(self, places: Int32[np.ndarray, " num_lines"]) -> RowLines:
-        """Reads rows by place."""
+    def read(self, places: Int32[np.ndarray, " num_lines"], *, with_state: bool = True) -> RowLines:
+        """Reads rows, and if asked for their state, by place."""
         if not self.store.tier:
-            return read_lines(self._lines, places)
+            return read_lines(self._lines if with_state else self._lines._replace(states=()), places)
         records, statistics = read_lines((self.records, self.statistics), places)
-        return RowLines(records, *self.read_numbers(places), statistics)
+        row_ids = (places + self.start).astype(np.uint32)
+        rows, states = _read_through_tier(self.spec, self.store, self.seed, row_ids)
+        return RowLines(records, rows, states if with_state else (), statistics)
 
     def cut(self, start: int, size: int) -> RowLines:
         """Copies consecutive rows."""
-        if not self.store.tier:
-            return cut_lines(self._lines, np.int32(start), size)
-        records, statistics = cut_lines((self.records, self.statistics), np.int32(start), size)
-        return RowLines(records, *self.read_numbers(np.arange(start, start + size)), statistics)
-
-    def read_numbers(self, places: np.ndarray, *, with_state: bool = True) -> Numbers:
-        """Reads rows, and if asked for their state, by place."""
         if self.store.tier:
-            row_ids = (places + self.start).astype(np.uint32)
-            rows, states = _read_through_tier(self.spec, self.store, self.seed, row_ids)
-            return rows, states if with_state else ()
-        lines = self._lines
-        return read_lines((lines.rows, lines.states if with_state else ()), places.astype(np.int32))
+            return self.read(np.arange(start, start + size, dtype=np.int32))
+        return cut_lines(self._lines, np.int32(start), size)
 
     @property
     def _lines(self) -> RowLines:

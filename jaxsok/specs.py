@@ -485,10 +485,6 @@ class StoreSpec:
         # in 30,000 times.
         return min(spread, math.ceil(share + 4 * math.sqrt(share))) + pinned
 
-    def table_number(self, name: str) -> int:
-        """Returns the number by which the store's kernels know a table."""
-        return [table.name for table in self.tables].index(name)
-
     def table_words(self) -> np.ndarray:
         """Describes the tables to the kernels: uint32[num_tables, NUM_TABLE_WORDS] (TableWord in layout.h)."""
         words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)

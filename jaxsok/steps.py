@@ -90,12 +90,11 @@ class Steps:
                 found.append(lookup_lib.find_nothing(spec))
                 asked.append(None if plan.asked is None else plan.asked[s])
                 continue
-            result = self.strategy.lookup(spec, s, state, plan, now)
-            stores[s] = result.store
-            found.append(result.found)
-            asked.append(result.asked)
-            digests.append(result.digest)
-            embeddings |= lookup_lib.by_name(features, result.values)
+            stores[s], of_store, values, digest, requests = self.strategy.lookup(spec, s, state, plan, now)
+            found.append(of_store)
+            asked.append(requests)
+            digests.append(digest)
+            embeddings |= lookup_lib.by_name(features, values)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         sent = tuple(asked) if self.shards.num_shards > 1 else None
@@ -162,13 +161,13 @@ class Steps:
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Gradients], learning_rate: Any
     ) -> tuple[State, Stats]:
         """Steps every row that the plans used, once, and advances the step."""
-        redeemed = tickets.redeem(state, plans)
+        after, is_live, num_misused = tickets.redeem(state, plans)
         stores, nonfinite = [], []
         num_stale = jnp.zeros((), jnp.int32)
         for s, (spec, store) in enumerate(zip(self.stores, state.stores, strict=True)):
             # Optimizer state that belongs to no row, as a count of steps, advances even if no row is used.
             inputs, globals_ = StepInputs.of(spec, store.globals_, state.seed, state.step, learning_rate)
-            used = _select_used(s, plans, gradients, redeemed.is_live)
+            used = _select_used(s, plans, gradients, is_live)
             if used is None:
                 stores.append(dataclasses.replace(store, globals_=globals_))
                 nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
@@ -177,17 +176,17 @@ class Steps:
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
-        after = {"step": _step_after(state, 1), "tickets": redeemed.tickets}
-        state = dataclasses.replace(state.end_step(), stores=tuple(stores), **after)
+        step = _step_after(state, 1)
+        state = dataclasses.replace(state.end_step(), stores=tuple(stores), step=step, tickets=after)
         found = [not_none(plan.found) for plan in plans]
-        stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
+        stats = self._stats(state, found, nonfinite, num_stale, num_misused)
         # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
 
     def gradient_norm(self, state: State, plans: Sequence[Plan], gradients: Sequence[Gradients]) -> Float32[Array, ""]:
         """Returns the norm of all row gradients that `update` would step by."""
-        is_live = tickets.redeem(state, plans).is_live
+        _, is_live, _ = tickets.redeem(state, plans)
         squares = jnp.float32(0), jnp.float32(0)
         for s, spec in enumerate(self.stores):
             used = _select_used(s, plans, gradients, is_live)

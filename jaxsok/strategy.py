@@ -5,7 +5,7 @@ A shard calls these on its part of states, batches and plans. steps.py loops ove
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
@@ -24,17 +24,8 @@ from jaxsok.store import State, StoreState
 from jaxsok.types import ByTable, Clock, Digest
 from jaxsok.windows import windows_of
 
-
-class StoreLookup(NamedTuple):
-    """The result of a lookup in one store."""
-
-    store: StoreState
-    found: Found
-    values: list[Array]
-    """The embedding of each feature."""
-    digest: Digest
-    """Digest of the keys of all shards, for the ticket."""
-    asked: Requests | Uses | None = None
+StoreLookup = tuple[StoreState, Found, list[Array], Digest, Requests | Uses | None]
+"""The result of a lookup in one store: embeddings by feature, the digest of all shards' keys, and what was sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +40,13 @@ class Fused:
         """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
         if self.shards.is_mesh:
             return Plan(features)  # counts of distinct keys could not be split over the mesh
-        distinct = [
-            plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
-        ]
+        distinct = [plan_lib.distinct_keys(part) if part.layouts else None for part in features.stores]
         return Plan(features, distinct=tuple(distinct))
 
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         """Looks up the features of a store that has some."""
         distinct = None if plan.distinct is None else plan.distinct[s]
-        return StoreLookup(*_here(spec, s, state, plan).lookup(state.stores[s], distinct, state.step, clock))
+        return *_here(spec, s, state, plan).lookup(state.stores[s], distinct, state.step, clock), None
 
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
         """Does the part of `lookup` that reads no row's numbers, as of a step to come; also returns the digest."""
@@ -167,7 +156,7 @@ class Exchanged:
     def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
         owner = self._owner(spec, s, state, plan, state.step, clock)
         store, found, values, asked = self._look_up(spec, s, state, plan, owner)
-        return StoreLookup(store, found, values, asked.digest, asked)
+        return store, found, values, asked.digest, asked
 
     @annotations.annotate_store
     def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from jaxsok import admission, rows as rows_lib, tiers
+from jaxsok import admission, annotations, rows as rows_lib, tiers
 from jaxsok.kernels import evict as evict_kernels, table as kernels
+from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import (
@@ -225,31 +226,37 @@ def round_to(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
 
 
-def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
+def erase(
+    spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds, shards: Shards = ONE_DEVICE
+) -> tuple[StoreState, UInt32[Array, ""]]:
     """Takes the rows of (table, key) pairs away, and counts the distinct pairs that existed; donates the store."""
     row_ids = find(store, keys, table_ids)
     flags = jnp.zeros(store.capacity, jnp.uint8).at[row_ids].set(jnp.uint8(1), mode="drop")  # NO_ROW is beyond all
-    store, num_released = release(spec, store, flags, is_eviction=False)
+    store, num_released = release(spec, store, flags, shards, is_eviction=False)
     return store, num_released.sum(dtype=jnp.uint32)
 
 
+@annotations.annotate_store
 def release(
-    spec: StoreSpec, store: StoreState, flags: RowFlags, *, is_eviction: bool
+    spec: StoreSpec, store: StoreState, flags: RowFlags, shards: Shards = ONE_DEVICE, *, is_eviction: bool
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
     """Takes flagged rows, which must be in use, away and counts them by table; advances the generation if any goes.
 
-    State and statistics are reset, the index is swept, and counts of admitted keys are forgotten. Donates the store.
+    Each shard has flags of its own; counts are those of all. State and statistics are reset, the index is swept, and
+    counts of admitted keys are forgotten. Donates the store.
     """
     initial_values = [state.initial_value for state in spec.state_specs if spec.memory is None]
+    generation = store.generation
     store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
-    store = tiers.release_rows(store, flags)
-    return admission.forget(spec, store, num_released), num_released
+    store = admission.forget(spec, tiers.release_rows(store, flags), num_released)
+    num_released = shards.total(num_released, is_replicated=spec.is_replicated)
+    return store.advance_generation(generation, num_released), num_released
 
 
-def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, UInt32[Array, ""]]:
+def clear(spec: StoreSpec, store: StoreState, number: int, shards: Shards) -> tuple[StoreState, UInt32[Array, ""]]:
     """Takes all rows of one table away and counts them; forgets keys that wait for a row. Donates the store."""
     flags = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
-    store, num_released = release(spec, store, jnp.concatenate(flags).astype(jnp.uint8), is_eviction=False)
+    store, num_released = release(spec, store, jnp.concatenate(flags).astype(jnp.uint8), shards, is_eviction=False)
     begin, size = spec.bloom_segments()[number]
     if size:
         bloom = store.bloom[0].at[begin // 4 : (begin + size) // 4].set(jnp.uint32(0))  # four counters a word
@@ -257,8 +264,3 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     # Also where there were no rows: waiting keys have none.
     store = admission.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
     return store, num_released[number]
-
-
-def table_ids_of(number: int, num_keys: int) -> np.ndarray:
-    """Returns table ids of keys that all belong to one table."""
-    return np.full(num_keys, number, np.uint32)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, UInt8, UInt32
 from jaxsok.checks import not_none
 from jaxsok.keys import PADDING_WORD, from_words
 from jaxsok.records import Records, join_records
-from jaxsok.rows import RowLines, RowSlab, read_lines, slabs_of
+from jaxsok.rows import RowLines, RowSlab, slabs_of
 from jaxsok.shards import HOST_KIND, parts_of, read_on_host, view_on_host, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -172,5 +172,4 @@ def unpack_bits(bits: UInt8[Array, " _"], size: int) -> Bool[np.ndarray, " size"
 def gather_rows(slab: RowSlab, places: np.ndarray, num_rows: int, with_state: bool = True) -> RowLines:
     """Reads rows of a slab by place, at most `num_rows`, with some twice behind them so that programs are few."""
     padded = np.resize(places, min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length())))
-    records, statistics = read_lines((slab.records, slab.statistics), padded)
-    return RowLines(records, *slab.read_numbers(padded, with_state=with_state), statistics)
+    return slab.read(padded, with_state=with_state)

@@ -12,7 +12,6 @@ are exchanged with the requests (exchange.py), every shard holds the same ring, 
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
@@ -50,21 +49,13 @@ def issue(
     return kernels.tickets_issue(state.tickets, state.lineage, counters, digests, layout=layout)
 
 
-class Redeemed(NamedTuple):
-    """The result of redeeming the plans of an update."""
-
-    tickets: Tickets
-    is_live: Bool[Array, " num_plans"]
-    """True for plans that act: their ticket is open, and no row of their stores has left since their lookup."""
-    num_misused: Int32[Array, ""]
-    """Plans without an open ticket."""
-
-
-def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
+def redeem(state: State, plans: Sequence[Plan]) -> tuple[Tickets, Bool[Array, " num_plans"], Int32[Array, ""]]:
     """Takes the tickets of plans, in the order of their use, out of the state's open tickets, which are donated.
 
-    A plan over several stores acts as a whole or not at all. Of two plans with one ticket the first has it.
+    Also marks the plans that act: their ticket is open, and no row of their stores has left since their lookup; and
+    counts those without an open ticket. A plan over several stores acts as a whole or not at all. Of two plans with one
+    ticket the first has it.
     """
     uses = [(p, s) for p, plan in enumerate(plans) for s, part in enumerate(plan.features.stores) if part.layouts]
     counters = [store.counters for store in state.stores]
-    return Redeemed(*kernels.tickets_redeem(state.tickets, counters, [plan.ticket for plan in plans], uses))
+    return kernels.tickets_redeem(state.tickets, counters, [plan.ticket for plan in plans], uses)

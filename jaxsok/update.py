@@ -98,8 +98,8 @@ def update_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
-    is_live = used.is_live
-    if gradients_lib.fits_windows(exchange, spec, s, used):
+    is_live, plan = used.is_live, used.plans[0]
+    if len(used.plans) == 1 and exchange.sends_sums_by_kernels(spec, plan.features.stores[s], plan.asked_of(s)):
         return _update_in_windows(exchange, spec, store, s, used, inputs)
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Shaped, UInt8, UInt32
 
-from jaxsok import checks, initializers, optimizers
+from jaxsok import checks, initializers, optimizers, plan
 from jaxsok.collection import Collection
 from jaxsok.host_slabs import bytes_of, new_host_rows
 from jaxsok.interchange.files import RecordChunks
 from jaxsok.kernels import reader, table as kernels
 from jaxsok.kernels.lookup import QUANTIZED_DTYPES
+from jaxsok.keys import to_words
 from jaxsok.operations import check_placed
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
@@ -475,8 +476,10 @@ def _table_words(tables: Sequence[FrozenTable]) -> np.ndarray:
     seed = int(SEED[0]) | int(SEED[1]) << 32
     for line, table in zip(words, tables, strict=True):
         if table.initial is not None:
-            name = table.initial.name_under(seed, int(line[0]) | int(line[1]) << 32)
-            line[:2] = name & 0xFFFFFFFF, name >> 32
+            # The stream of a key begins with Mix64(seed + golden) ^ name (ffi/core/initialize.h): by other names one
+            # call, which has one seed, looks up tables of several seeds.
+            mixed = plan.mix(np.array([seed, table.initial.seed], np.uint64) + np.uint64(plan.GOLDEN))
+            line[:2] ^= to_words(mixed[:1] ^ mixed[1:])[0]
     return words
 
 

@@ -54,7 +54,7 @@ def with_statistics(collection, state, statistics):
 def statistics_of(collection, state, name="user"):
     """Returns `{key: (last_step, frequency)}` of a table; checks that all other rows have zeros."""
     (s,) = [s for s, spec in enumerate(collection.stores) if name in [table.name for table in spec.tables]]
-    number = collection.stores[s].table_number(name)
+    number = [table.name for table in collection.stores[s].tables].index(name)
     found = {}
     for records, statistics in zip(state.stores[s].records, state.stores[s].statistics, strict=True):
         lines = np.asarray(statistics).tolist()

@@ -320,11 +320,11 @@ def sharded_cases(mesh, abstract):
     )
 
     def joined_step(state, features, asked):
-        return pipeline.step_with_plan(bare_step(with_one), with_one, (64,))(features, state, asked)
+        return pipeline.step_with_plan(bare_step(with_one), with_one, (64,))(state, asked, jaxsok_features=features)
 
     def stacked_steps(state, features, asked):
         steps = functools.partial(jax.lax.scan, bare_step(with_one))
-        return pipeline.step_with_plan(steps, with_one, (64,))(features, state, asked)
+        return pipeline.step_with_plan(steps, with_one, (64,))(state, asked, jaxsok_features=features)
 
     def stack(leaf):
         shape = jax.ShapeDtypeStruct((4, *leaf.shape), leaf.dtype)
