@@ -39,16 +39,7 @@ from jaxsok import Records
 from jaxsok.kernels.reader import Asked, Reader, Stores
 from jaxsok.serving.backing import HostRows
 from jaxsok.serving.cache import DeviceCache
-from jaxsok.serving.frozen import (
-    SEED,
-    FrozenSpec,
-    FrozenStore,
-    FrozenTable,
-    FrozenTables,
-    SizedRecords,
-    arrays_of,
-    freeze_records,
-)
+from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, SizedRecords, freeze_records
 from jaxsok.serving.frozen_files import export_frozen
 from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.serving.row_map import RowMap, host_device
@@ -262,7 +253,7 @@ class _Run:
         """Measures lookups in tables some of whose rows lie in host memory."""
         num_on_device, (device,) = tables.stores[0].rows.shape[0], tables.stores[0].rows.devices()
         words, seed = jax.device_put((tables.spec.words, SEED), device)
-        reader, stores = Reader([device]), Stores([arrays_of(tables, words, seed)])
+        reader, stores = Reader([device]), Stores([(tables.stores, words, seed)])
         asked = Asked([(0, 0)], [CACHE_DIM], [1])
         ms, num_hits, begin = [], 0, time.perf_counter()
         for number in range(5 + (QUICK_LOOKUPS if self.is_quick else LOOKUPS)):

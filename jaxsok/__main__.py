@@ -321,11 +321,11 @@ def _serve(options: argparse.Namespace) -> int:
                 opened = session.open(options.config)
                 try:
                     print(opened.report(), flush=True)
+                    app = server.App(opened, server_options, has_front_ends=options.processes > 1, **watched)
                     if options.processes > 1:
-                        found = processes.Processes(opened, server_options, sockets, **watched, **ran)
+                        found = processes.Processes(app, sockets, **ran)
                     else:
-                        found = running.Server(server.App(opened, server_options, **watched), sockets[0], **ran)
-                    app = found.app
+                        found = running.Server(app, sockets[0], **ran)
                     if signal.SIGHUP in caught:
                         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
                     found.run()

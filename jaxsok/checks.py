@@ -6,6 +6,7 @@ an integer nor a number. `what` names the operation and its argument: "grow: ste
 
 import dataclasses
 import functools
+import importlib
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -24,6 +25,14 @@ def not_none(value: Value | None) -> Value:
     """Returns a value that is not None here, which its type cannot say."""
     assert value is not None, "jaxsok: got None where there is always a value; please report it."
     return value
+
+
+def module(what: str, name: str, wanted: str) -> Any:
+    """Imports a module of an optional package; ImportError: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{what}: got no such module, wanted it {wanted}.") from error
 
 
 def is_number(value: Any) -> bool:

@@ -585,8 +585,8 @@ def _require_weights_shape(weights: Any, shape: tuple[Any, ...], what: str) -> N
         raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
 
 
-def read_offsets(bags: Bags, words: Any, what: str) -> Any:
-    """Reads offsets of ragged keys: int32 NumPy, checked to rise within the keys; or traced, made to rise."""
+def read_places(bags: Bags, words: Any, what: str) -> tuple[str, Any]:
+    """Reads the lengths or the offsets of ragged keys, with the name of what there is; only their form is checked."""
     if bags.lengths is not None and bags.offsets is not None:
         raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
     if words.ndim != 2:
@@ -598,6 +598,12 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
     if given.ndim != 1 or (name == "offsets" and given.shape[0] == 0):
         wanted = "[num_bags]" if name == "lengths" else "[num_bags + 1]"
         raise ValueError(f"{what}: {name}: got shape {list(given.shape)}, wanted {wanted}.")
+    return name, given
+
+
+def read_offsets(bags: Bags, words: Any, what: str) -> Any:
+    """Reads offsets of ragged keys: int32 NumPy, checked to rise within the keys; or traced, made to rise."""
+    name, given = read_places(bags, words, what)
     if isinstance(given, np.ndarray):
         return _check_offsets(given, name, words, what)
     if name == "offsets":

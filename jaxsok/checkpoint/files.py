@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401  (names bfloat16 to NumPy)
 import numpy as np
 
-from jaxsok import manifests
+from jaxsok import checks, manifests
 from jaxsok.checks import not_none
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
@@ -38,15 +38,8 @@ class CorruptFileError(ValueError):
 
 def arrow() -> Any:
     """Imports PyArrow, or says what to install."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise ImportError(
-            "jaxsok.checkpoint: pyarrow: got no such module, wanted it to read and write files; pip install "
-            "'jaxsok[checkpoint]'."
-        ) from error
-    return pyarrow
+    wanted = "to read and write files; pip install 'jaxsok[checkpoint]'"
+    return checks.module("jaxsok.checkpoint: pyarrow", "pyarrow", wanted)  # with `pyarrow.ipc`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxsok.checks import not_none
 from jaxsok.collection import Collection
 from jaxsok.operations import locate
 from jaxsok.plan import owners_of
+from jaxsok.records import join_records, regroup
 from jaxsok.shards import local_parts
 from jaxsok.specs import TableRef
 from jaxsok.store import State, StoreState, with_store
@@ -146,12 +147,13 @@ def _add_admission(source: Source, held: Restoring, table: TableRef) -> None:
 def _add_waiting(source: Source, held: Restoring, table: TableRef) -> None:
     spec, s = table.spec, table.store
     held.change(lambda state: with_store(state, s, _forget_waiting(table, state.stores[s])))
-    waiting = _join_batches(source.waiting_keys(table.declared.name))
-    for keys, counts in processes.iterate_together(source.op, waiting):
+    # Few large pieces: each costs a pass over all that wait.
+    waiting = regroup(source.waiting_keys(table.declared.name), WAITING_AT_A_TIME, join_records)
+    for some in processes.iterate_together(source.op, waiting):
         # A key seen often enough for a lower threshold waits for one more sight.
-        counts = np.minimum(counts, np.uint32(not_none(table.declared.admission).threshold - 1))
-        owners = owners_of(spec, table.number, keys, held.collection.partition_owners)
-        held.change(functools.partial(_add_waiting_keys, table, keys, counts, owners))
+        counts = np.minimum(not_none(some.frequency), np.uint32(not_none(table.declared.admission).threshold - 1))
+        owners = owners_of(spec, table.number, some.keys, held.collection.partition_owners)
+        held.change(functools.partial(_add_waiting_keys, table, some.keys, counts, owners))
 
 
 def _add_waiting_keys(table: TableRef, keys: np.ndarray, counts: np.ndarray, owners: np.ndarray, state: State) -> State:
@@ -166,18 +168,6 @@ def _forget_waiting(table: TableRef, store: StoreState) -> StoreState:
         return admission_lib.forget(table.spec, part, jnp.zeros((), jnp.uint32), cleared=table.number)
 
     return table.shards.run(forget, (store,), (table.shards.spec,), table.shards.spec)
-
-
-def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Joins batches to large ones: each costs a pass over all that wait."""
-    parts: list[tuple[np.ndarray, np.ndarray]] = []
-    for batch in batches:
-        parts.append(batch)
-        if sum(keys.size for keys, _ in parts) >= WAITING_AT_A_TIME:
-            yield tuple(map(np.concatenate, zip(*parts, strict=True)))
-            parts = []
-    if parts:
-        yield tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _add_bloom(source: Source, held: Restoring, table: TableRef) -> None:

@@ -85,21 +85,12 @@ def apply_delta(
     """
     op = "apply_delta"
     with processes.fail_together(op):
-        check_placed(op, collection, state)
+        check_placed(op, collection, state)  # None too: it would begin a new state
         source = Source.of(op, pathlib.Path(path))
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         before = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
         check_link(op, source, before, f'"{after}"')
-        taken = check_forms(source, collection, tables, optimizer_state)
-        now = time_of(op, state, clock) if tables is not None or clock is not None else None
-        source.verify(list(taken))
-    _require_same([source], tables, optimizer_state, now)
-    held = Restoring(state, collection, optimizer_state, is_whole=tables is None, now=now)
-    with _kept_on_errors(held, taken):
-        _apply_link(source, held, taken)
-    if tables is None:
-        non_row_state.restore_looks(source, held)
-    return held.state
+    return restore([source], collection, state, tables, optimizer_state, clock, follows=True)
 
 
 def restore(
@@ -109,14 +100,16 @@ def restore(
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
     clock: Any = None,
+    *,
+    follows: bool = False,
 ) -> State:
-    """Restores tables from a full export and its deltas, in order, as `load`."""
+    """Restores tables from a full export and its deltas, in order, as `load`; or a delta that `follows` the state."""
     full, is_new, now = chain[0], state is None, None
-    op = full.op
+    op, is_whole = full.op, is_new or (follows and tables is None)
     with processes.fail_together(op):
         if state is not None:
             check_placed(op, collection, state)
-            now = time_of(op, state, clock)
+            now = None if is_whole and clock is None else time_of(op, state, clock)
         taken = [check_forms(source, collection, tables, optimizer_state) for source in chain]
         names = list(taken[0])
         for source in chain:
@@ -128,7 +121,7 @@ def restore(
     if state is None:
         low, high = full.manifest["seed"]
         state = collection.init(seed=low | high << 32)
-    held = Restoring(state, collection, optimizer_state, is_whole=is_new, now=now)
+    held = Restoring(state, collection, optimizer_state, is_whole=is_whole, now=now)
     if is_new:
         non_row_state.add_store_words(full, held)
     with _kept_on_errors(held, names, is_new=is_new):

@@ -52,10 +52,12 @@ class Source:
                     records = records if is_wanted.all() else records.take(is_wanted)
                 yield records
 
-    def waiting_keys(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def waiting_keys(self, table: str) -> Iterator[Records]:
+        """Reads the keys that wait for a row, and how often each was seen, as `frequency`."""
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
-                yield column_of(batch, "key"), column_of(batch, "count")
+                keys = column_of(batch, "key")
+                yield Records(keys, np.zeros((keys.size, 0), np.float32), frequency=column_of(batch, "count"))
 
     def check(self, tables: Sequence[str]) -> None:
         """Refuses, with a CorruptFileError, missing or mis-sized files, and counts that do not agree."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.caches import CacheEstimate
 from jaxsok.inspection.counts import Bin
 from jaxsok.inspection.report import TableReport
@@ -143,10 +144,7 @@ def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
 
 def _figure(size: tuple[float, float]) -> Any:
     """Makes an empty figure without pyplot, which keeps figures and asks for a display."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "inspection: picture: got no Matplotlib, wanted it; pip install matplotlib, or leave the picture out."
-        ) from error
-    return Figure(figsize=size, layout="constrained")
+    wanted = "to draw; pip install matplotlib, or leave the picture out"
+    return checks.module("inspection: picture: matplotlib", "matplotlib.figure", wanted).Figure(
+        figsize=size, layout="constrained"
+    )

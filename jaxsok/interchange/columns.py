@@ -206,12 +206,8 @@ def load(
 
 
 def _arrow(op: str) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"{op}: needs pyarrow, which is missing: pip install 'jaxsok[arrow]'.") from error
-    return pyarrow, pyarrow.parquet
+    what, wanted = f"{op}: pyarrow", "for files of columns; pip install 'jaxsok[arrow]'"
+    return checks.module(what, "pyarrow", wanted), checks.module(what, "pyarrow.parquet", wanted)
 
 
 def _schema(form: Form) -> Any:

@@ -120,19 +120,14 @@ def load_cpu() -> ctypes.CDLL:
 
 
 @functools.cache
-def load_cuda() -> ctypes.CDLL:
-    """Loads the CUDA library; ImportError names the path and the remedy."""
-    return _load("cuda")
-
-
 def load_for(platform: str) -> ctypes.CDLL:
-    """Returns the library of a platform's devices: "cpu" or "gpu"."""
-    return load_cpu() if platform == "cpu" else load_cuda()
+    """Loads the library of a platform's devices, "cpu" or "gpu"; ImportError names the path and the remedy."""
+    return load_cpu() if platform == "cpu" else _load("cuda")
 
 
 @functools.cache
 def _register_on(platform: str) -> None:
-    library = load_for(platform)
+    library = load_for("cpu" if platform == "cpu" else "gpu")
     for target, symbol in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform=platform)
 

@@ -215,8 +215,6 @@ class FrozenOperands:
     """No array, or one: the bytes of the rows beyond those of `rows`, in host memory."""
     embedding_shapes: Sequence[tuple[Any, ...]]
     """Shape of each feature's embedding: `dim` last, the bags before it. Sizes may be symbolic."""
-    embedding_dtype: str
-    """float32; or that of the rows, if they are bfloat16 or float16."""
     kinds: int
     """FeatureKind in ffi/core/layout.h: 1 some features have single keys, 2 some have bags, 3 both."""
 
@@ -228,7 +226,7 @@ def lookup_frozen(
 
     A value of a quantized row is its number times the row's scale, rounded to float32; weights and sums come after.
     Float rows give the bits of `lookup_find`. Counts, of the stores' tables one after the other, cost a launch more on
-    a GPU; without `is_counted` they are None. ValueError: rows do not fit scales or embeddings.
+    a GPU; without `is_counted` they are None. ValueError: rows do not fit scales.
     """
     for number, store in enumerate(stores):
         _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
@@ -246,22 +244,15 @@ def lookup_frozen(
         )
         for store in stores
     ]
-    # Programs that were exported before there were such attributes lack them.
-    more = {
-        "has_host_rows": [len(store.host_rows) for store in stores],
-        "num_key_arrays": [len(store.keys) if len(store.keys) > 1 else 0 for store in stores],
-    }
-    more = {name: np.array(numbers, np.int32) for name, numbers in more.items() if any(numbers)}
-    embeddings = [
-        [result(store.keys[0], shape, store.embedding_dtype) for shape in store.embedding_shapes] for store in stores
-    ]
+    embeddings = [[result(store.keys[0], shape, "float32") for shape in store.embedding_shapes] for store in stores]
     out = call(
         "jaxsok_lookup_frozen",
         {"seed": seed, "stores": read},
         {"counts": result(keys, (num_tables, len(COUNTS)), "int32"), "embeddings": embeddings},
         kinds=np.array([store.kinds for store in stores], np.int32),
+        has_host_rows=np.array([len(store.host_rows) for store in stores], np.int32),
+        num_key_arrays=np.array([len(store.keys) if len(store.keys) > 1 else 0 for store in stores], np.int32),
         is_counted=is_counted,
-        **more,
     )
     return out["counts"] if is_counted else None, out["embeddings"]
 
@@ -275,9 +266,6 @@ def _check_frozen(store: FrozenOperands, what: str) -> None:
         wanted = "float32[capacity]" if is_quantized else "None"
         got = "None" if store.scales is None else f"an array of shape {store.scales.shape}"
         raise ValueError(f"{what}: scales: got {got}, wanted {wanted} for rows of {dtype}.")
-    allowed = ("float32",) if is_quantized else ("float32", dtype)
-    if store.embedding_dtype not in allowed:
-        raise ValueError(f"{what}: embedding_dtype: got {store.embedding_dtype!r}, wanted one of {allowed}.")
 
 
 def batch_operands(batch: Batch) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,25 +16,15 @@ DTYPES = {**ROW_DTYPES, "int8": 3, "float8_e4m3fn": 4}
 """Codes of the dtypes of frozen rows (RowDtype in ffi/core/layout.h)."""
 
 
-class FrozenArrays(NamedTuple):
-    """The arrays of a frozen store, all of one device: operands of `kernels.lookup.FrozenOperands`, with the seed."""
-
-    index: Array
-    counters: Array
-    tables: Array
-    seed: Array
-    rows: Array
-    host_rows: Array | None
-    scales: Array | None
-
-
 class Stores:
     """The stores of each part of a `Reader`, by addresses (ReaderStore in reader.h); it keeps their arrays alive."""
 
-    def __init__(self, parts: Sequence[Sequence[FrozenArrays]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Any], Sequence[Array], Array]]) -> None:
+        """Takes of each part its stores (arrays as in `serving.FrozenStore`), their tables' words, and the seed."""
         jax.block_until_ready(parts)  # a reader does not wait for JAX's programs
         self._arrays = parts
-        self._lines = np.array([list(map(_line_of, stores)) for stores in parts], np.int64)
+        lines = [[_line_of(*pair, seed) for pair in zip(stores, words, strict=True)] for stores, words, seed in parts]
+        self._lines = np.array(lines, np.int64)
         self.addresses = self._lines.ctypes.data + self._lines.strides[0] * np.arange(len(parts))
 
 
@@ -51,14 +41,14 @@ class Asked:
         self.counted = np.array([firsts[s] + number for s, number in places], np.int64)
 
 
-def _line_of(store: FrozenArrays) -> list[int]:
+def _line_of(store: Any, tables: Array, seed: Array) -> list[int]:
     address = lambda array: 0 if array is None else array.unsafe_buffer_pointer()  # noqa: E731
-    rows, more = store.rows, store.host_rows
+    rows, (more, scales) = store.rows, ((*given, None)[0] for given in (store.host_rows, store.scales))
     return [
         *(address(store.index), store.index.shape[0], address(store.counters)),
-        *(address(store.tables), store.tables.shape[0], address(store.seed)),
+        *(address(tables), tables.shape[0], address(seed)),
         *(address(rows), rows.shape[0], address(more), 0 if more is None else more.shape[0]),
-        *(address(store.scales), DTYPES[rows.dtype.name], rows.shape[1]),
+        *(address(scales), DTYPES[rows.dtype.name], rows.shape[1]),
     ]
 
 

@@ -253,24 +253,6 @@ def _write_leaving(
     )
 
 
-def _write_all_slots(
-    host: Sequence[HostSlab],
-    homes: Sequence[UInt32[Array, "_ 2"]],
-    rows: Float[Array, "num_lines dim"],
-    states: Sequence[Float32[Array, "num_lines _"]],
-    owners: UInt32[Array, "num_lines 4"],
-) -> tuple[HostSlab, ...]:
-    """Writes the rows of all slots, as if they left."""
-    row_ids, zeros = owners[:, 3], jnp.zeros(owners.shape[0], jnp.uint32)
-    records, begin = row_ids, 0
-    for slab in homes:
-        lines = row_ids - jnp.uint32(begin)  # those of other slabs are beyond this one
-        records = records + slab.at[lines, 0].get(mode="fill", fill_value=0)
-        begin += slab.shape[0]
-    leaving = jnp.stack([jnp.arange(owners.shape[0], dtype=jnp.uint32), row_ids, records, zeros], axis=1)
-    return _write_leaving(host, rows, states, leaving, jnp.asarray([owners.shape[0], 0, 0, 0], jnp.uint32))
-
-
 def give_back(
     tier: Tier,
     host: Sequence[HostSlab],
@@ -281,12 +263,16 @@ def give_back(
     """Writes staged rows to host memory; tier and host slabs are donated."""
     if staged_owners.shape[0] == 0:
         return tier, tuple(host)
-    host = _write_all_slots(host, tier.homes, staged_rows, staged_states, staged_owners)
-    places, begin = [], 0
-    for slab in tier.places:
-        lines = staged_owners[:, 3] - jnp.uint32(begin)  # those of other slabs are beyond this one
+    row_ids, places, begin = staged_owners[:, 3], [], 0
+    records = row_ids
+    for homes, slab in zip(tier.homes, tier.places, strict=True):
+        lines = row_ids - jnp.uint32(begin)  # those of other slabs are beyond this one
+        records = records + homes.at[lines, 0].get(mode="fill", fill_value=0)
         places.append(slab.at[lines].set(jnp.uint32(IN_HOST), mode="drop"))
         begin += slab.shape[0]
+    leaving = jnp.stack([jnp.arange(row_ids.size, dtype=jnp.uint32), row_ids, records, jnp.zeros_like(row_ids)], axis=1)
+    counts = jnp.asarray([row_ids.size, 0, 0, 0], jnp.uint32)
+    host = _write_leaving(host, staged_rows, staged_states, leaving, counts)
     counters = forget_foreseen(tier.counters)  # what was read ahead may be of these rows
     return dataclasses.replace(tier, places=tuple(places), counters=counters), host
 

@@ -43,10 +43,6 @@ class Sgd(Limited):
     nesterov: bool = flag(False)
     weight_decay: float = not_negative(0.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_momentum()
-
     def _is_plain(self) -> bool:
         return self.momentum is None and self.weight_decay == 0
 

@@ -148,6 +148,8 @@ class Limited(Optimizer):
             raise ValueError(
                 f"optim.{self.name}: learning_rate: got {self.learning_rate!r}, wanted a positive number or a schedule."
             )
+        if getattr(self, "nesterov", False) and self.momentum is None:
+            raise ValueError(f"optim.{self.name}: nesterov: got True without momentum; give momentum=0.9, say.")
 
     @property
     def kernel(self) -> int:
@@ -171,10 +173,6 @@ class Limited(Optimizer):
     @abc.abstractmethod
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """Steps one row without limits."""
-
-    def _check_momentum(self) -> None:
-        if self.nesterov and self.momentum is None:
-            raise ValueError(f"optim.{self.name}: nesterov: got True without momentum; give momentum=0.9, say.")
 
 
 def function_of(kind: Callable[Parameters, Made]) -> Callable[Parameters, Made]:

@@ -52,10 +52,6 @@ class RmsProp(Limited):
     nesterov: bool = flag(False)
     bias_correction: bool = flag(False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_momentum()
-
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         more = ["m"] * self.centered + ["trace"] * (self.momentum is not None)
         return (RowState("v", dim, self.initial_scale), *(RowState(name, dim, 0.0) for name in more))

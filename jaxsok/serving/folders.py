@@ -347,12 +347,6 @@ def _find_last(
 
     Takes, by delta, the keys of its rows and those that it removes, which it does first. Returns all keys, ascending,
     and masks of both, by delta: which of them nothing later names.
-
-    Example:
-      >>> first, second = np.array([7, 9], np.uint64), np.array([9], np.uint64)
-      >>> named, are_live, are_gone = _find_last([first, second], [NO_KEYS, first[:1]])
-      >>> named.tolist(), [mask.tolist() for mask in are_live], [mask.tolist() for mask in are_gone]
-      ([7, 9], [[False, False], [True]], [[], [True]])
     """
     parts = [part for of_delta in zip(gone, keys, strict=True) for part in of_delta]
     together = np.concatenate([NO_KEYS, *reversed(parts)])  # the last delta first

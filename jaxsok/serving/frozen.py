@@ -20,7 +20,7 @@ from jaxsok import checks, initializers, optimizers, plan
 from jaxsok.collection import Collection
 from jaxsok.host_slabs import bytes_of, new_host_rows
 from jaxsok.interchange.files import RecordChunks
-from jaxsok.kernels import reader, table as kernels
+from jaxsok.kernels import table as kernels
 from jaxsok.kernels.lookup import QUANTIZED_DTYPES
 from jaxsok.keys import to_words
 from jaxsok.operations import check_placed
@@ -198,18 +198,6 @@ def require_tables(op: str, tables: Any, *, on_device: bool = False) -> None:
             f"{op}: tables: got some with rows in host memory, wanted all rows on the device; freeze them without a "
             "device_share."
         )
-
-
-def arrays_of(tables: FrozenTables, words: Sequence[Array], seed: Array) -> list[reader.FrozenArrays]:
-    """Gives the arrays of tables to a `reader.Reader`, with `tables.spec.words` and `SEED` on their device."""
-    return [
-        reader.FrozenArrays(
-            *(store.index, store.counters, of_store, seed, store.rows),
-            *(store.host_rows or (None,)),
-            *(store.scales or (None,)),
-        )
-        for store, of_store in zip(tables.stores, words, strict=True)
-    ]
 
 
 class RecordSource(Protocol):

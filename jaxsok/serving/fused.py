@@ -156,7 +156,6 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
         scales=store.scales[0] if store.scales else None,
         host_rows=store.host_rows,
         embedding_shapes=[(part.num_bags, store.rows.shape[1]) for part in parts],
-        embedding_dtype="float32",
         kinds=kinds,
     )
 

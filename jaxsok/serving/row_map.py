@@ -34,17 +34,14 @@ SALT = np.array([types.COUNTERS.index("salt_low"), types.COUNTERS.index("salt_hi
 
 
 class RowMap:
-    """The rows of one frozen store by (table, key). Changed in place by one thread at a time.
+    """The rows of one frozen store by (table, key). Changed in place by one thread at a time."""
 
-    `salt` is 64 bits that are mixed into every hash; None: drawn, so that an attacker cannot choose keys that collide.
-    """
-
-    def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
+    def __init__(self, num_tables: int, capacity: int) -> None:
         _check_capacity(capacity)
         self.num_tables = num_tables
         self.frequencies: np.ndarray | None = None  # uses of each row, uint32; None: not known, or not needed any more
         counters = np.zeros(len(types.COUNTERS), np.uint32)
-        counters[SALT] = draw_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
+        counters[SALT] = draw_salt()
         self._arrays = StoreArrays(
             index=_on_host(np.full((buckets_of(capacity), types.BUCKET_WORDS), UNUSED)),
             counters=_on_host(counters),
@@ -198,7 +195,7 @@ def _check_capacity(capacity: int) -> None:
 
 
 def draw_salt() -> np.ndarray:
-    """Draws the 64 bits that are mixed into the hashes of an index."""
+    """Draws the 64 bits that are mixed into the hashes of an index: an attacker cannot choose keys that collide."""
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 

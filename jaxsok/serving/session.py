@@ -17,8 +17,8 @@ import jax
 from jaxsok import checks, host_limits
 from jaxsok.serving import config as config_lib, databases as databases_lib, row_map
 from jaxsok.serving.config import Config, ModelConfig
-from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.model.served import Answer, Model, Served, open_model
+from jaxsok.serving.errors import ConfigError, ServingError
+from jaxsok.serving.model.served import Answer, Model, Served, choose_model, open_model
 from jaxsok.serving.model.versions import InPlace, Memory, Source
 
 _log = logging.getLogger(__name__)
@@ -245,11 +245,7 @@ class Session:
     def _find(self, op: str, model: str | None) -> "Served":
         models = self._models
         self._require_open(op)
-        if model is None and len(models) == 1:
-            return next(iter(models.values()))
-        if not isinstance(model, str) or model not in models:
-            raise UnknownModelError.of(op, model, models)
-        return models[model]
+        return models[choose_model(op, self.config, model).model]
 
     def _free_bytes(self, devices: Sequence[Any]) -> int | None:
         """Counts the free bytes of the device that has the fewest; None: not known, as on CPUs."""

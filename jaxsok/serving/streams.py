@@ -85,8 +85,8 @@ _ENTRY = entries(
         "payload": text(r"[0-9a-f]{16}", "16 hexadecimal digits"),
         "path": optional(text(r"/.*", "the path of a folder")),
         "files": list_of(_FILE),
-    },
-    {"tables": list_of(text(".+", "the name of a table"))},
+        "tables": list_of(text(".+", "the name of a table")),
+    }
 )
 
 
@@ -100,7 +100,7 @@ class _Entry:
     payload: str  # the key of its chunks
     path: str | None  # where servers find the folder; None: its files are the payload
     files: Sequence[tuple[str, int]]  # names and sizes
-    tables: Sequence[str] | None  # which it changes; None: an older publisher did not write them
+    tables: Sequence[str]  # which it changes
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class _Entry:
 
     def find_changed(self, names: Collection[str]) -> list[str]:
         """Finds the tables of a model that it changes; all if it has none of them, so that it is refused."""
-        return [name for name in names if name in (self.tables or names)] or list(names)
+        return [name for name in names if name in self.tables] or list(names)
 
     @property
     def num_bytes(self) -> int:
@@ -169,7 +169,7 @@ class _Stream:
             value = json.loads(fields.get(b"version", b"{}"))
         check_value(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
         payload = f"{self.name}:{value['payload']}"
-        return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"], value.get("tables"))
+        return _Entry(number, value["uuid"], value["base"], payload, value["path"], value["files"], value["tables"])
 
     def last_id(self) -> str:
         """Reads the id of the last version that was ever added."""
@@ -367,18 +367,14 @@ class _Fetcher:
 def _find_start(entries: Sequence[_Entry], names: Collection[str] = ()) -> int:
     """Finds the first version that is needed: it changes tables that no later full export has.
 
-    With `names` those of a model count alone. Versions of an older publisher, which did not write their tables, change
-    all, and its full exports have all.
+    With `names` those of a model count alone.
     """
     start, replaced = 0, set[str]()
     for number, entry in reversed(list(enumerate(entries))):
-        own = set(entry.find_changed(names) if names else entry.tables or ())
-        is_unknown = not names and entry.tables is None
-        if is_unknown or not own <= replaced:
+        own = set(entry.find_changed(names) if names else entry.tables)
+        if not own <= replaced:
             start = number
         if not entry.base:
-            if is_unknown:
-                break
             replaced |= own
     return start
 

@@ -229,7 +229,7 @@ def used_rows(store):
 def write_cache(store):
     """Writes the rows of a cache to host memory, too."""
     (cache,) = store.tier
-    host = tier_kernels._write_all_slots(store.rows, cache.homes, cache.rows, cache.states, cache.owners)
+    host = tier_kernels.give_back(cache, store.rows, cache.rows, cache.states, cache.owners)[1]
     return dataclasses.replace(store, rows=host)
 
 

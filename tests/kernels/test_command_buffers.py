@@ -388,7 +388,7 @@ def compile_for_h200(marks):
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
     is_built = library.library_path("cuda").exists()
-    handlers = library.load_cuda() if is_built and marks == "marked" else library.load_cpu()
+    handlers = library.load_for("gpu" if is_built and marks == "marked" else "cpu")
     answers = {}
     for name, symbol in library.TARGETS:
         is_marking = marks == "marked" and not is_built and name not in EAGER

@@ -206,7 +206,7 @@ def _tier_bring_ahead(s, x, num_slots, is_number):
 
 def _tier_flush(s, x, is_number):
     (cache,) = s.tier
-    host = tier._write_all_slots(s.rows, cache.homes, cache.rows, cache.states, cache.owners)
+    host = tier.give_back(cache, s.rows, cache.rows, cache.states, cache.owners)[1]
     return {"host": _numbers_of(host, is_number)}, _with_tier(s, cache, host, is_number)
 
 

@@ -122,7 +122,7 @@ def words_of(batch: kernel_model.Batch) -> np.ndarray:
     return np.array(batch.words(), np.int32).reshape(-1, 12)
 
 
-def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32", words=None) -> FrozenOperands:
+def operands(frozen: Frozen, batch: kernel_model.Batch, words=None) -> FrozenOperands:
     """Returns the door's operands as NumPy arrays."""
     given = batch.operands()
     return FrozenOperands(
@@ -135,7 +135,6 @@ def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32
         scales=frozen.scales,
         host_rows=(),
         embedding_shapes=batch.shapes(frozen.model.dim),
-        embedding_dtype=embedding_dtype,
         kinds=kinds_of(batch),
     )
 
@@ -226,17 +225,15 @@ def test_fused_is_unfused(mixed, back_end):
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize(
-    "dtype, embedding_dtype", [(np.dtype(F32), "float32"), (BF16, "float32"), (BF16, "bfloat16"), (F16, "float16")]
-)
-def test_is_find_of_training(dtype, embedding_dtype, back_end):
+@pytest.mark.parametrize("dtype", [np.dtype(F32), BF16, F16], ids=str)
+def test_is_find_of_training(dtype, back_end):
     """For rows of floats, frozen lookups give the bits of `lookup_find` (law 8)."""
     rng = np.random.default_rng(2)
     given = []
     for dim in (12, 3):
         store = frozen_store(rng, dtype, dim)
         given.append((store, all_kinds(rng, store)))
-    stores = [operands(*store, embedding_dtype) for store in given]
+    stores = [operands(*store) for store in given]
     counts, embeddings = run(stores, back_end)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -247,7 +244,7 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
         shapes = stores[s].embedding_shapes
         return lookup.lookup_find(
             StoreArrays(arrays["index"], arrays["counters"], no_table_rows, (arrays["rows"],), ()),
-            lookup.Reading(stores[s].tables, jnp.asarray(SEED), batch, num_tiles, shapes, embedding_dtype),
+            lookup.Reading(stores[s].tables, jnp.asarray(SEED), batch, num_tiles, shapes),
         )
 
     want_counts = []
@@ -541,14 +538,6 @@ def test_scales_go_with_rows(one_store):
         run([dataclasses.replace(floats, scales=scales)])
     with pytest.raises(jax.errors.JaxRuntimeError, match="lookup_frozen: scales: got shape"):
         run([dataclasses.replace(quantized, scales=quantized.scales[1:])])
-
-
-def test_embedding_dtypes(one_store):
-    """The embedding dtype is float32, or that of float rows."""
-    floats, quantized = one_store
-    for store, dtype in ((floats, "float16"), (quantized, "bfloat16"), (quantized, "int8")):
-        with pytest.raises(ValueError, match=f"embedding_dtype: got '{dtype}', wanted one of"):
-            run([dataclasses.replace(store, embedding_dtype=dtype)])
 
 
 def test_rows_of_other_dtypes(one_store):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxsok import Records
 from jaxsok.kernels.reader import Asked, Reader, Stores
-from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenTable, SizedRecords, arrays_of, freeze_records
+from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenTable, SizedRecords, freeze_records
 from jaxsok.types import COUNTS, PADDING_KEY
 
 FORMS = [("float32", 4), ("float32", 5), ("bfloat16", 4), ("int8", 128), ("float32", 4)]
@@ -52,7 +52,7 @@ class World:
                 given.append((table, SizedRecords(len(mine), [Records(mine, rows)])))
             tables, _ = freeze_records(given)
             words, seed = jax.device_put((tables.spec.words, SEED), device)
-            parts.append(arrays_of(tables, words, seed))
+            parts.append((tables.stores, words, seed))
         self.stores, self.reader = Stores(parts), Reader([device] * num_parts)
         self.spec = FrozenSpec.of([table for table, _ in given])
         self.order = sorted(range(len(FORMS)), key=lambda t: self.spec.places[f"t{t}"])

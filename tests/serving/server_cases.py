@@ -204,10 +204,10 @@ def serving(session, watch=None, num_processes=1, of_clients=security.OPEN, **op
             dict(watch=watch, watch_interval_s=0.05),
         )
         ran = {"security": of_clients, "on_ready": lambda _: ready.set()}
+        app = server.App(session, given, has_front_ends=num_processes > 1, **watched)
         if num_processes > 1:
-            found = processes.Processes(session, given, sockets, **watched, **ran)
+            found = processes.Processes(app, sockets, **ran)
         else:
-            app = server.App(session, given, **watched)
             found = running.Server(app, sockets[0], **ran)
         found.thread = thread = threading.Thread(target=found.run, daemon=True)
         thread.start()
@@ -389,10 +389,11 @@ def main(interval_s, drain_s=0.0, num_processes=1):
     threading.Thread(target=update, daemon=True).start()
     options, sockets = server.ServerOptions(drain_s=drain_s), processes.bind("127.0.0.1", 0, int(num_processes))
     ran = {"on_ready": lambda found: print(found.address, flush=True)}
-    if num_processes > 1:
-        processes.Processes(session, options, sockets, **ran).run()
+    app = server.App(session, options, has_front_ends=len(sockets) > 1)
+    if len(sockets) > 1:
+        processes.Processes(app, sockets, **ran).run()
     else:
-        running.Server(server.App(session, options), sockets[0], **ran).run()
+        running.Server(app, sockets[0], **ran).run()
     print("ended", flush=True)
 
 

@@ -22,7 +22,7 @@ from jaxsok.serving import frozen, row_map
 from jaxsok.serving.errors import RequestError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze, freeze_records
 from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
-from jaxsok.serving.row_map import RowMap
+from jaxsok.serving.row_map import SALT, RowMap
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 SEED = np.random.default_rng(7)
@@ -98,10 +98,11 @@ def test_padding_has_no_row():
 
 def test_aimed_keys_get_another_salt():
     """A map takes a new salt when more keys belong into one bucket than the kernels probe."""
-    rows = RowMap(num_tables=1, capacity=4096, salt=0)
+    rows = RowMap(num_tables=1, capacity=4096)
+    salt = int(np.asarray(rows.index(jax.devices()[0])[1])[SALT].view(np.uint64)[0])
     candidates = np.arange(1, 1_000_000, dtype=np.uint64)
     words = keys.to_words(candidates)
-    home = strategies.home_bucket(words, np.zeros(len(candidates), np.uint32), 0, rows.num_buckets)
+    home = strategies.home_bucket(words, np.zeros(len(candidates), np.uint32), salt, rows.num_buckets)
     aimed = candidates[home < 1][:600]
     assert len(aimed) > 4 * 64
     before = rows.num_buckets

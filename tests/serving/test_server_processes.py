@@ -284,7 +284,7 @@ def test_front_ends_that_cannot_start_are_reported(monkeypatch):
 
     monkeypatch.setattr(processes.Processes, "_serve", refuse)
     sockets = processes.bind("127.0.0.1", 0, 2)
-    found = processes.Processes(cases.Session(), cases.server.ServerOptions(), sockets)
+    found = processes.Processes(cases.server.App(cases.Session(), has_front_ends=True), sockets)
     with pytest.raises(OSError, match=r"front end \d: it ended with 1 before all were ready"):
         found.run()
     assert all(where.fileno() == -1 for where in sockets)

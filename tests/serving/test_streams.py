@@ -157,22 +157,14 @@ def test_a_server_that_starts_again_replays(url, server, tmp_path):
         assert serves(session, training) and session.stats()["version"] == 1
 
 
-@pytest.mark.parametrize("knows_tables", [True, False], ids=["now", "by an older publisher"])
-def test_each_table_goes_on_from_what_it_holds(url, server, tmp_path, knows_tables):
+def test_each_table_goes_on_from_what_it_holds(url, tmp_path):
     """A table that lacks versions gets them, also where another table holds them, and one of other files stays."""
     training = Training(tmp_path, url)
     versions = [training.change(erased=[number]) for number in range(3)]
     for path in versions:
         training.publisher.publish(path)
-    if not knows_tables:
-        entries = [json.loads(fields[b"version"]) for _, fields in server.client.xrange("jaxsok:{dlrm}")]
-        server.client.delete("jaxsok:{dlrm}")
-        for entry in entries:
-            del entry["tables"]
-            server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(entry)})
     tables = {"user": (versions[-1], 4), "item": (training.first, 3)}
-    if knows_tables:
-        tables["other"] = write(tmp_path / "other", rows_of(range(5), 2)), 2
+    tables["other"] = write(tmp_path / "other", rows_of(range(5), 2)), 2
     given = config(url, training) | {"models": [model_of(tables)]}
     with serving.open(given, warm_up=False) as session:
         assert serves(session, training) and session.stats()["lag_versions"] == 0
@@ -537,6 +529,7 @@ def test_no_answer_mixes_versions(url, tmp_path):
 def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
     training = Training(tmp_path, url)
     good = {"uuid": "0" * 32, "base": None, "payload": "0" * 16, "path": None, "files": [["manifest.json", 7]]}
+    good["tables"] = ["user"]
     for wrong in ({"files": [["../x", 7]]}, {"files": [["x", -1]]}, {"uuid": "../x"}, {"payload": "x"}, {"base": 3}):
         server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(good | wrong)}, id="1-1")
         with pytest.raises(ServingError, match=r"jaxsok:{dlrm}, entry 1-1"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks, keys as keys_lib
-from jaxsok.features import Bags, bag_offsets
+from jaxsok.features import Bags, bag_offsets, read_places
 from jaxsok.keys import PADDING_WORD
 from jaxsok.serving.errors import RequestError, refusals
 from jaxsok.serving.padding import fill_up, padded_size
@@ -164,21 +164,14 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
         got, wanted = ("none", "one for each key") if spec.is_weighted else ("some", "none")
         raise RequestError(f"{what}: weights: got {got}, wanted {wanted}.")
     words = keys_lib.words_of(given.keys, "int32", what)
-    shape, offsets = words.shape[:-1], given.offsets
-    if given.lengths is not None and offsets is not None:
-        raise RequestError(f"{what}: got both lengths and offsets, wanted one of them.")
-    name = "lengths" if given.lengths is not None else "offsets" if offsets is not None else ""
-    if not name:
+    shape = words.shape[:-1]
+    if given.lengths is None and given.offsets is None:
         if len(shape) not in (1, 2):
             raise RequestError(f"{what}: got keys of shape {list(shape)}, wanted [{BATCH}] or [{BATCH}, hotness].")
         offsets = np.arange(shape[0] + 1) * (shape[1] if len(shape) == 2 else 1)
         words = words.reshape(-1, 2)
-    elif words.ndim != 2:
-        raise RequestError(f"{what}: got keys of shape {list(shape)} with lengths or offsets, wanted [num_keys].")
     else:
-        places = _integers(f"{what}: {name}", getattr(given, name))
-        if name == "offsets" and not places.size:
-            raise RequestError(f"{what}: offsets: got none, wanted [num_bags + 1] integers.")
+        name, places = read_places(given, words, what)
         offsets = bag_offsets(places, name, words.shape[0], what)
     inside = slice(int(offsets[0]), int(offsets[-1]))  # other keys are not read
     leaves = [words[inside], (offsets - offsets[0]).astype(np.int32)]
@@ -194,13 +187,6 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
     if not len(leaves[0]):  # a size of a program is 1 at least; the key is beyond the last bag
         leaves = [fill_up(leaves[0], 1, PADDING_WORD), leaves[1], *(fill_up(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
-
-
-def _integers(what: str, given: Any) -> np.ndarray:
-    given = np.asarray(given)
-    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-        raise RequestError(f"{what}: got {given.dtype}{list(given.shape)}, wanted integers of one axis.")
-    return given
 
 
 def _fits(got: Any, wanted: Any) -> bool:

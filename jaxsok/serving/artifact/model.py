@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 import jaxsok
-from jaxsok import manifests, published
+from jaxsok import checks, manifests, published
 from jaxsok.initializers import InitialRows
 from jaxsok.kernels import library
 from jaxsok.manifests import entries, integer, list_of, text
@@ -201,11 +201,8 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
 
 def jax_export(op: str) -> Any:
     """Imports `jax.export`; ImportError: flatbuffers is missing, with which it writes files."""
-    try:
-        import flatbuffers  # noqa: F401
-    except ImportError as error:
-        wanted = "wanted it for the files of jax.export; pip install 'jaxsok[serving]'"
-        raise ImportError(f"{op}: flatbuffers: got no such module, {wanted}.") from error
+    wanted = "for the files of jax.export; pip install 'jaxsok[serving]'"
+    checks.module(f"{op}: flatbuffers", "flatbuffers", wanted)
     from jax import export
 
     return export

@@ -7,7 +7,7 @@ has are not cached: they would push real rows out, and a newer version may have 
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -108,7 +108,8 @@ class DeviceCache:
         self._fetcher = Fetcher(self.stores, self._counter, max_pending, keeps_rows)
         self._changing = threading.Lock()  # held by one refresh or swap, from its search for cached keys to its end
         self.stats, self.table_counts = self._counter.stats, self._counter.tables
-        self.tables_like = self._compiled.tables_like
+        self.tables_like, self.warm_up = self._compiled.tables_like, self._compiled.warm_up
+        self.stop_compiling = self._compiled.background.stop  # before `close`, where other caches are closed too
 
     @property
     def source(self) -> RowSource:
@@ -269,22 +270,10 @@ class DeviceCache:
         rows, is_found = fetch_lines(source, name, keys)
         return list(self.stores.batches({name: (keys[is_found], rows)})), keys[~is_found]
 
-    def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
-        """Compiles the programs of lookups with these numbers of keys: queries, and insertions of misses.
-
-        Smaller lookups are then padded to these sizes until a thread has compiled their own programs. `as_tables`: for
-        `lookup_tables`. On a CPU core a size of a lookup takes about 0.3 s, a store and power of two 0.15 s.
-        """
-        self._compiled.warm_up(lookups, self.stores.capacities, as_tables=as_tables)
-
     def drain(self) -> None:
         """Waits until nothing is left to fetch or compile in the background."""
         self._fetcher.background.drain()
         self._compiled.background.drain()
-
-    def stop_compiling(self) -> None:
-        """Stops background compilation: before `close`, where other caches are closed too."""
-        self._compiled.background.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Drains, gives the memory back, and returns whether compilation has ended within `timeout_s` (None: any)."""

@@ -275,8 +275,12 @@ class CompiledPrograms:
         self.background.offer(program, functools.partial(self._ready.make, None, program))
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
-    def warm_up(self, lookups: Iterable[Mapping[str, int]], capacities: Sequence[int], *, as_tables: bool) -> None:
-        """Compiles lookups of these numbers of keys, and the insertion of their misses."""
+    def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
+        """Compiles the programs of lookups with these numbers of keys: queries, and insertions of misses.
+
+        Smaller lookups are then padded to these sizes until a thread has compiled their own programs. `as_tables`: for
+        `lookup_tables`. On a CPU core a size of a lookup takes about 0.3 s, a store and power of two 0.15 s.
+        """
         sizes = [self._by_store("warm_up", num_keys) for num_keys in lookups]
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
@@ -286,7 +290,7 @@ class CompiledPrograms:
                 for step in range((size // LEAST_KEYS).bit_length()):
                     self.make("merge", s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
-            last = padded_size(min(most, capacities[s]), LEAST_KEYS)
+            last = padded_size(min(most, self._forms[s].records[0].shape[0]), LEAST_KEYS)
             for step in range((last // LEAST_KEYS).bit_length() if most else 0):
                 for must_leave in (False, True):
                     self.make("insert", s, must_leave, LEAST_KEYS << step)

@@ -38,6 +38,7 @@ import prometheus_client.multiprocess
 import prometheus_client.values
 import uvloop
 
+from jaxsok.checks import not_none
 from jaxsok.features import Bags
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.http import running
@@ -46,7 +47,6 @@ from jaxsok.serving.http.calls import ParsedRequest
 from jaxsok.serving.http.security import OPEN, Security
 from jaxsok.serving.http.server import App, Held, ServerOptions
 from jaxsok.serving.model.served import Answer
-from jaxsok.serving.temporary import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -87,30 +87,21 @@ def log_to_stderr() -> None:
 
 
 class Processes:
-    """A front end for each socket of `bind`, over one session; `run` and `stop` are those of `running.Server`.
+    """A front end for each socket of `bind`, over one application; `run` and `stop` are those of `running.Server`.
 
-    The options hold for all front ends together, also the limits of requests and of bytes.
+    The application `has_front_ends`. Its options hold for all of them together, also the limits of requests and bytes.
     """
 
     def __init__(
         self,
-        session: Any,
-        options: ServerOptions,
+        app: App,
         sockets: Sequence[socket.socket],
         *,
-        watch: str | os.PathLike[str] | None = None,
-        watch_interval_s: float = 2.0,
         security: Security = OPEN,
         access_log: bool = False,
         on_ready: Callable[["Processes"], None] = lambda server: None,
     ) -> None:
-        self._folder = TemporaryFolder("serve")  # that only this user may open
-        where = {"watch": watch, "watch_interval_s": watch_interval_s}
-        try:
-            self.app = App(session, options, front_ends=self._folder.name, **where)
-        except BaseException:
-            self._folder.cleanup()
-            raise
+        self.app, self._folder = app, not_none(app.folder)
         self.address = running.address_of(sockets[0], security.scheme)
         self._path = os.path.join(self._folder.name, "session")
         self._sockets, self._on_ready = sockets, on_ready
@@ -118,7 +109,7 @@ class Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._counts = self._context.RawArray("q", 2 * len(sockets))
         self._running: dict[int, Any] = {}
-        self._unready, self._models = set(range(len(sockets))), dict(session.models)  # models: as of the last look
+        self._unready, self._models = set(range(len(sockets))), dict(app.session.models)  # models: as of the last look
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
 

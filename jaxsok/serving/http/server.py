@@ -33,6 +33,7 @@ from jaxsok.serving.http.calls import Arrays, Lookups, ParsedRequest, Prediction
 from jaxsok.serving.http.metrics import Metrics
 from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
+from jaxsok.serving.temporary import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class App:
     Work begins with the application's lifespan, whose end closes the session. `watch` is a folder of exports and deltas
     (watch.py): those in it are applied before the first request, later ones as they come. Of a server of several
     processes (processes.py), a front end is given what all of them hold, and a remote session; the process of the
-    session the folder of their counts.
+    session `has_front_ends`, which count in files of its `folder`.
     """
 
     def __init__(
@@ -140,15 +141,16 @@ class App:
         watch: str | os.PathLike[str] | None = None,
         watch_interval_s: float = 2.0,
         held: Held | None = None,
-        front_ends: str | None = None,
+        has_front_ends: bool = False,
     ) -> None:
         self.session, self.options, self.held = session, options or ServerOptions(), held or Held()
         self._names = frozenset(session.models)  # to describe all models for each request would take time
-        self.metrics = Metrics(self._stats, front_ends)
         self._watcher = None
         if watch is not None:
             count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
             self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=count)
+        self.folder = TemporaryFolder("serve") if has_front_ends else None  # that only this user may open
+        self.metrics = Metrics(self._stats, self.folder and self.folder.name)
         self.is_stopping = self.ends_at_once = False
         self.is_closed = False  # then nothing of the session runs any more
         self.num_running = 0  # calls of the session that have not ended, also those whose clients have gone

@@ -22,7 +22,7 @@ from jaxsok.keys import PADDING_WORD
 from jaxsok.serving import artifact, cache as cache_lib
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, BagsInput
 from jaxsok.serving.config import ModelConfig
-from jaxsok.serving.frozen import SEED, FrozenTables, arrays_of
+from jaxsok.serving.frozen import SEED, FrozenTables
 from jaxsok.serving.model.versions import AnyVersions, Version, Versions
 from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Ready, Repeated, rest_s
@@ -158,9 +158,9 @@ class DeviceRows(_Programs):
 
     def _describe(self, version: Version) -> Stores:
         tables = zip(self._tables_of(version), self._words, strict=True)
-        arrays = [arrays_of(mine, *of_device) for mine, of_device in tables]
+        parts = [(mine.stores, *of_device) for mine, of_device in tables]
         with self._describing:
-            return Stores(arrays)
+            return Stores(parts)
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
         with self._versions.reading() as version:  # nothing is written into its arrays before this ends
