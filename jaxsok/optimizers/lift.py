@@ -461,10 +461,11 @@ def _form_in_store(
             copied.append(is_copied)
             continue
         injected = _injected(leaf.path, "hyperparams")
-        is_declared = injected is not None and injected not in scheduled
-        if is_declared and injected[1] == "learning_rate":
-            rates.append(len(global_state))
-        names.append(None if is_declared else leaf.place)
+        if injected is None or injected in scheduled:
+            names.append(leaf.place)
+        else:
+            names.append(None)
+            rates += [len(global_state)] if injected[1] == "learning_rate" else []
         global_state.append(first)
     if any(copied):
         specs.append(RowState(_unique(_STARTED, specs), 1, 0.0))
