@@ -84,7 +84,7 @@ def with_waiting(
         blocks, most = {0: entries}, len(entries)
     else:
         blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
-        most = processes.greatest(max(map(len, blocks.values())))
+        most = processes.greatest("load", max(map(len, blocks.values())))
     padded = {
         shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
     }

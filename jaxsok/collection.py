@@ -184,7 +184,7 @@ class Collection:
         enlarge.require_memory(asked, "init", free, host_share, is_new=True)
         enlarge.warn_of_max_capacity(self.stores, host_share)
         # The first words name the state's life in exports, which others read, so the salts come from other words.
-        drawn = processes.draw_words(is_shared=shards.num_processes > 1, num_words=6)
+        drawn = processes.draw_words("init", is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
         salts = to_words(np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64))
         operands = to_words(np.array([seed], np.uint64))[0], self.partition_owners
@@ -193,7 +193,8 @@ class Collection:
         own = int(seed), int(self.fingerprint, 16), shards.num_processes
         if isinstance(step, jax.core.Tracer) and shards.num_processes == 1:
             # When the program runs: words of now would be those of all states that it makes.
-            begin = lambda: lives.IN_THIS_PROCESS.begin_init(own, processes.draw_words(is_shared=False))  # noqa: E731
+            words = functools.partial(processes.draw_words, "init", is_shared=False)
+            begin = lambda: lives.IN_THIS_PROCESS.begin_init(own, words())  # noqa: E731
             lineage = io_callback(begin, jax.ShapeDtypeStruct((2,), np.uint32))
         else:
             lineage = lives.IN_THIS_PROCESS.begin_init(own, drawn[:2])
@@ -917,7 +918,7 @@ class Collection:
           `state = collection.drain(state)`, then the step, then `collection.find(state, batch.features)`
         """
         check_state("drain", self, state)
-        return dataclasses.replace(state, drains=True)
+        return dataclasses.replace(state, drains=state.drains or True)
 
     def discard(self, state: State) -> State:
         """Ends a step whose update is skipped: rows that its lookups inserted stay, and have learned nothing.

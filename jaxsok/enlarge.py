@@ -75,7 +75,7 @@ def prepare_growth(
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
-            salts[s] = processes.draw_words(is_shared=shards.num_processes > 1) if is_resalted[s] else None
+            salts[s] = processes.draw_words("grow", is_shared=shards.num_processes > 1) if is_resalted[s] else None
             rebuild[s] = compile_ahead(_rebuild, store.counters, store.records, salts[s], num_buckets, shards)
         if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
             remake[s] = admission.prepare_remake(spec, store, room.get(s, 0), shards)
@@ -135,7 +135,7 @@ def agree_on_free_bytes(shards: Shards) -> int | None:
     """Returns the least free memory for a shard over the devices of all processes; None: unknown."""
     free, unknown = free_bytes(), 1 << 61
     if shards.num_processes > 1:
-        free = processes.least(unknown if free is None else free)
+        free = processes.least("grow", unknown if free is None else free)
     if free is None or free == unknown:
         return None
     # Shards on CPU devices share the memory of their host.

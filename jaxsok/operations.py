@@ -197,7 +197,7 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
         elif checks.is_integer(features, 0):
             total = int(features)
             if collection.shards.num_processes > 1:
-                total = processes.greatest(total)
+                total = processes.greatest("grow", total)
             keys = [keys_of_total(spec, total) for spec in collection.stores]
         else:
             got = repr(given) if isinstance(given, (int, float)) else type(given).__name__
@@ -252,11 +252,13 @@ def with_following(
     else:
         known = own.plus(coming_of(collection, list(following), 1))
         num_unknown = steps - len(following) - num_in_flight
+    if num_unknown <= 0:
+        return known
     # Rows may leave only when all steps of the next call have run, of which not all batches are known.
-    for _ in range(num_unknown):
-        positions = coming_of(collection, list(following[-1:]), 1).positions
-        known = known.plus(coming.Coming(positions, (), positions))
-    return known
+    last = coming_of(collection, list(following[-1:]), 1).positions
+    evicts = [spec.tables[0].eviction is not None for spec in collection.stores]
+    positions = [num_unknown * num_keys * is_evicting for num_keys, is_evicting in zip(last, evicts, strict=True)]
+    return known.plus(coming.Coming(positions, (), positions))
 
 
 def _features_of(given: Any) -> Any:

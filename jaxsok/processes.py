@@ -36,43 +36,42 @@ def require_same(op: str, lines: Sequence[str]) -> None:
         )
 
 
-def least(value: int) -> int:
+def least(op: str, value: int) -> int:
     """Returns the least of all processes' values."""
-    return min(map(int, gather("integers", str(value))))
+    return min(map(int, gather(op, str(value))))
 
 
-def greatest(value: int) -> int:
+def greatest(op: str, value: int) -> int:
     """Returns the greatest of all processes' values."""
-    return max(map(int, gather("integers", str(value))))
+    return max(map(int, gather(op, str(value))))
 
 
-def total(value: int) -> int:
+def total(op: str, value: int) -> int:
     """Adds up all processes' values."""
-    return sum(map(int, gather("integers", str(value))))
+    return sum(map(int, gather(op, str(value))))
 
 
-def draw_words(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
+def draw_words(op: str, *, is_shared: bool, num_words: int = 2) -> np.ndarray:
     """Draws random 32-bit words; if `is_shared`, all processes must call, and get the words of the first."""
     words = os.urandom(4 * num_words)
-    return np.frombuffer(bytes.fromhex(gather("words", words.hex())[0]) if is_shared else words, np.uint32)
+    return np.frombuffer(bytes.fromhex(gather(op, words.hex())[0]) if is_shared else words, np.uint32)
 
 
 def gather(topic: str, message: str, tell: Callable[[int, int], None] | None = None) -> list[str]:
     """Gathers a message of each process through JAX's coordination service: milliseconds.
 
-    All processes come here in the same order with each topic. `tell` is called with the number of a process, and of the
-    waits for it in vain; what it raises ends the wait.
+    All processes come here in the same order with each topic, which must not depend on arguments that may differ.
+    `tell` is called with the number of a process, and of the waits for it in vain; what it raises ends the wait.
     """
     if jax.process_count() == 1:
         return [message]
     number, tell = _num_gathered[topic], tell or functools.partial(_tell_of_wait, topic)
+    _num_gathered[topic] += 1
     _post(f"gather/{topic}", number, message)
-    messages = [
+    return [
         _read(f"gather/{topic}", number, process, functools.partial(tell, process))
         for process in range(jax.process_count())
     ]
-    _num_gathered[topic] = number + 1  # after a Ctrl-C it is done again, under the same number
-    return messages
 
 
 _num_gathered = collections.Counter[str]()
@@ -115,7 +114,12 @@ def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError
     """
     own, but = jax.process_index(), _describe(failure)
     own_text, error = f"{what}, but {but}" if but else what, None
-    others = gather("meet", own_text, functools.partial(_tell_of_meeting, op, what, failure))
+    number = _num_gathered["meet"]
+    try:
+        others = gather("meet", own_text, functools.partial(_tell_of_meeting, op, what, failure))
+    except BaseException:
+        _num_gathered["meet"] = number  # after a Ctrl-C this is done again
+        raise
     for process, other in enumerate(others):
         if other != own_text:
             error = ValueError(

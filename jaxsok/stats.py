@@ -171,7 +171,7 @@ class Stats:
                     f"(tables {names}) holds {num_rows}"
                 )
                 if num_rows < capacity:
-                    also = " Keys beyond a plan's own send_capacity are refused, too."
+                    also = " If plans have a send_capacity of their own, keys beyond it are refused, too."
         if refused:
             unplaced = int(host.count("num_unplaced").sum())
             if unplaced:

@@ -87,7 +87,7 @@ def _read_chunks(table: TableRef, chunks: Iterable[Records], how: str) -> Iterat
                     sums = [f"{name} of checksum {_checksum(array):08x}" for name, array in sorted(arrays.items())]
                     own = f"{len(arrays['keys'])} records ({', '.join(sums)}) with {how}"
         if is_shared:
-            processes.require_same(f'import_table: table "{table.declared.name}": chunks', [own])
+            processes.require_same("import_table", [f'chunks of table "{table.declared.name}": {own}'])
         if arrays is None:
             return
         yield arrays

@@ -225,7 +225,7 @@ def _begin_export(
     processes.require_same(op, [f"clock: {clock}", f"bases: {[source.manifest['uuid'] for source in chain]}"])
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
-    token = processes.draw_words(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
+    token = processes.draw_words(op, is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder = published.unfinished_path(final, token)
     try:
         with processes.fail_together(op):
@@ -274,7 +274,7 @@ def _finish(
         with processes.fail_together(op):
             written.result()
         # The latest step of all processes, so that all of them refuse.
-        latest = processes.greatest(saving.latest)
+        latest = processes.greatest(op, saving.latest)
         if latest > saving.part["clock"]:
             raise ValueError(
                 f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "

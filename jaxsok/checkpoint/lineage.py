@@ -26,7 +26,7 @@ def entry_of(state: State) -> dict[str, Any]:
 
 def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any], *, is_exact: bool) -> State:
     """Begins a life for a state made of a folder; `is_exact`: a delta on it is what changes from here on."""
-    words = processes.draw_words(is_shared=collection.shards.num_processes > 1)
+    words = processes.draw_words("load", is_shared=collection.shards.num_processes > 1)
     saved, ancestors = manifest.get("lineage"), ()
     if is_exact and saved is not None:
         ancestors = (*((name, order) for name, order in saved["ancestors"]), (saved["word"], saved["order"]))

@@ -71,7 +71,7 @@ def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> N
         except Exception as failure:
             error = failure
         # The size of a round, like their number, is what the process with most to do needs.
-        most = processes.greatest(most)
+        most = processes.greatest(op, most)
         if most == FAILED:
             # All processes are here.
             writer.settle()
@@ -87,7 +87,7 @@ def place(source: Source, held: Restoring, name: str, taken: Sequence[str]) -> N
         writer.settle()
         writer.write(functools.partial(iter, [piece]))
     writer.settle()
-    num_placed = total if is_once or shards.num_processes == 1 else processes.total(total)
+    num_placed = total if is_once or shards.num_processes == 1 else processes.total(op, total)
     saved = source.manifest["tables"][name]["num_rows"]
     with processes.fail_together(op):
         if num_placed != saved:

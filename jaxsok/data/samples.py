@@ -225,16 +225,10 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
         paths, base = _paths_of(data)
         if all(path.endswith((".arrow", ".feather", ".ipc")) for path in paths):
             return _ipc_pieces(paths)
-        folders = {path: pa.dataset.dataset(path).files for path in paths if os.path.isdir(path)}
-        paths = [os.path.abspath(file) for path in paths for file in folders.get(path, [path])]
-        if not paths:
-            raise FileNotFoundError(f"ArrowSource: data: got {[*folders]}, where there is no file.")
-        try:
-            data = pa.dataset.dataset(paths, partitioning="hive", partition_base_dir=base)
-        except pa.ArrowTypeError as error:
-            raise ValueError(
-                f"ArrowSource: {paths[0]}: {error}; names of folders as day=3 give columns, which files must not have."
-            ) from error
+        if "://" in paths[0]:  # Arrow finds the file system
+            data = pa.dataset.dataset(paths[0] if len(paths) == 1 else paths, partitioning="hive")
+        else:
+            data = _dataset_below(base, paths)
     pieces = []
     for fragment in data.get_fragments():
         if are_paths:  # a dataset of the caller's may want nulls for columns that a file does not have
@@ -245,6 +239,23 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
             num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
             pieces.append((functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows))
     return data.schema, pieces
+
+
+def _dataset_below(base: str, paths: Sequence[str]) -> Any:
+    """Makes a dataset of files and folders, in which names of folders below `base` are columns."""
+    import pyarrow as pa
+    import pyarrow.dataset
+
+    folders = {path: pa.dataset.dataset(path).files for path in paths if os.path.isdir(path)}
+    files = [os.path.abspath(file) for path in paths for file in folders.get(path, [path])]
+    if not files:
+        raise FileNotFoundError(f"ArrowSource: data: got {[*folders]}, where there is no file.")
+    try:
+        return pa.dataset.dataset(files, partitioning="hive", partition_base_dir=base)
+    except pa.ArrowTypeError as error:
+        raise ValueError(
+            f"ArrowSource: {files[0]}: {error}; names of folders as day=3 give columns, which files must not have."
+        ) from error
 
 
 def _check_columns(

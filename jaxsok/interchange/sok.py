@@ -299,8 +299,8 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
         return slots, 1.0
     if not isinstance(optimizer, str) or optimizer not in _SLOTS:
         raise ValueError(
-            f"{op}: optimizer: got {optimizer!r}, wanted one whose state SOK has, of {list(_SLOTS)}; None or "
-            'with_state=False for rows alone; or a mapping from names of state to ends of files, as {"m": "Adam-m"}.'
+            f"{op}: optimizer: got {optimizer!r}, wanted one whose state SOK has, of {list(_SLOTS)}; None for rows "
+            'alone; or a mapping from names of state to ends of files, as {"m": "Adam-m"}.'
         )
     if optimizer != "sgd":
         return _SLOTS[optimizer], 1.0
@@ -331,7 +331,13 @@ def _choose_slots(
     if not with_state or not (states or table in (optimizers or {})):
         return None, None
     rate, chosen = spec.optimizer.learning_rate, (optimizers or {}).get(table, spec.optimizer.name)
-    names, _ = _slots_of(f'{op}: table "{table}"', chosen, 1.0)
+    if isinstance(chosen, str) and chosen not in _SLOTS:
+        raise ValueError(
+            f'{op}: table "{table}": got the optimizer {chosen}, of which SOK has no files, wanted one of '
+            f"{list(_SLOTS)}; pass with_state=False for rows alone, or a mapping from names of state to ends of files, "
+            f'as optimizers={{"{table}": {{"m": "Adam-m"}}}}.'
+        )
+    names = _SLOTS[chosen] if isinstance(chosen, str) else dict(chosen or {})
     unknown = [name for name in names if name not in states]
     if unknown:
         raise ValueError(f'{op}: table "{table}": optimizers: got state {unknown}, wanted some of {states}.')

@@ -307,7 +307,7 @@ def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
       `tables = layers.drain(tables)`, before the step after which they are saved
     """
     drained = {
-        (*path, "state"): dataclasses.replace(state, drains=True)
+        (*path, "state"): dataclasses.replace(state, drains=state.drains or True)
         for path, state in _find_values(tables, "state", State)
     }
     return unflatten_dict(_flatten(tables) | drained)

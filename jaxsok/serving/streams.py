@@ -250,7 +250,7 @@ class Publisher:
             stream.call(functools.partial(_push, payload, chunk))
         entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}
         entry |= {"path": str(path.absolute()) if by_path else None, "tables": list(manifest["tables"])}
-        while (room := make_room()) is not None:
+        while (room := make_room(is_sent=True)) is not None:
             last, leaving = room
             if stream.call(lambda client: client.llen(payload)) != num_chunks:
                 raise ServingError(
@@ -264,11 +264,11 @@ class Publisher:
         stream.call(lambda client: client.unlink(payload))  # another publisher has added the version meanwhile
 
     def _make_room(
-        self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int
+        self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int, *, is_sent: bool = False
     ) -> tuple[str, list[_Entry]] | None:
         """Waits until a version has room; returns the id of the last version and those that leave for the new one.
 
-        None: it is the last one there.
+        None: it is the last one there; if its chunks are sent, another publisher may have added later ones, too.
         """
         if num_bytes > self._max_bytes:
             raise StreamFullError(
@@ -278,7 +278,7 @@ class Publisher:
         until = time.monotonic() + self._timeout_s
         while True:
             there, positions = self._stream.entries(), self._stream.positions()
-            if there and there[-1].uuid == uuid:
+            if uuid in [entry.uuid for entry in (there if is_sent else there[-1:])]:
                 return None
             if uuid in [entry.uuid for entry in there]:
                 raise ServingError(f'publish: folder: got "{path}", which was published, wanted the next version.')

@@ -546,14 +546,14 @@ def test_rows_alone_and_state_that_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
         wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
         columns.load(wide, wide.init(), tmp_path, with_state=False)
-    with pytest.raises(ValueError, match="got 'rowwise_adam', wanted one whose state SOK has"):
+    with pytest.raises(ValueError, match="got the optimizer rowwise_adam, of which SOK has no files"):
         sok.save(other, loaded, tmp_path)
     mapping = {"user": {"m": "Mine-m", "v": "Mine-v"}}
     sok.save(other, loaded, tmp_path, ["user"], optimizers=mapping)
     again = sok.load(other, other.init(), tmp_path, ["user"], optimizers=mapping)
     assert content_of(other, again, "user") == content_of(other, loaded, "user")
     lifted = collection_of(1, jaxsok.optim.lift(optax.adam(0.1)))  # whose learning rate is not known
-    with pytest.raises(ValueError, match=r"got .*, wanted one whose state SOK has.*with_state=False"):
+    with pytest.raises(ValueError, match=r"got the optimizer .*, of which SOK has no files.*with_state=False"):
         sok.save(lifted, lifted.init(), tmp_path / "lifted")
     state = train_twice(lifted)
     names = [slot.name for slot in lifted.stores[0].state_specs]

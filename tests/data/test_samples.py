@@ -422,6 +422,8 @@ def test_names_of_folders_above_are_no_columns(tmp_path):
     pyarrow.parquet.write_table(pa.table({"id": pa.array([7], pa.int32())}), tmp_path / "id=3" / "a.parquet")
     with pytest.raises(ValueError, match=r"a.parquet: got columns \['id'\] in the file and in names of folders"):
         ArrowSource(tmp_path / "id=*")
+    pyarrow.parquet.write_table(pa.table({"user": [5]}), tmp_path / "a.parquet")
+    assert ArrowSource(f"file://{tmp_path}/a.parquet").take(slice(0, 1))["user"].tolist() == [5]
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="empty"):
         ArrowSource(tmp_path / "empty")

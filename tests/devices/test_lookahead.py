@@ -378,22 +378,36 @@ FOR_TWO_STEPS = {
 }
 
 
+@pytest.mark.parametrize("drained", [None, 0, 1])
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"staleness": 2}], ids=str)
 @pytest.mark.parametrize("form", FOR_TWO_STEPS)
-def test_a_full_table_evicts_where_grow_is_called_for_two_steps(form, options):
-    """A lookup would be in flight at each call of `grow`, if the second step looked ahead again."""
+def test_a_full_table_evicts_where_grow_is_called_for_two_steps(form, options, drained):
+    """A lookup would be in flight at each call of `grow`, if the second step looked ahead again, also after a drain."""
     spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LRU)
     collection = jaxsok.Collection([spec], FEATURES[:1])
     raws = [{"user": np.arange(NUM_SAMPLES) + NUM_SAMPLES * step} for step in range(24)]
     state, handed_out = collection.init(seed=3), iter(collection.pipeline(raws, **options))
     for (first, plan), (second, other_plan) in zip(handed_out, handed_out, strict=True):
         state = FOR_TWO_STEPS[form](collection, state, [first, second])
-        for each in (plan, other_plan):
+        for number, each in enumerate((plan, other_plan)):
+            if number == drained:
+                state = collection.drain(state)
             state, _, stats = step_of(collection)(state, each)
             assert programs.total(stats, "num_refused") == stats.num_stale == 0
     assert collection.growth.num_evictions > 1 and not state.ahead
     last = np.arange(NUM_SAMPLES) + NUM_SAMPLES * 23
     assert np.asarray(collection.contains(state, "user", last)).all()
+
+
+def test_growth_for_several_steps_asks_for_no_more_where_no_row_leaves():
+    spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=40 * NUM_SAMPLES)
+    collection = jaxsok.Collection([spec], FEATURES[:1])
+    raws = [{"user": np.arange(NUM_SAMPLES) % 7} for _ in range(48)]
+    state = collection.init(seed=3)
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, lookahead=1)):
+        state = collection.grow(state, batch, steps=24) if number % 24 == 0 else state
+        state, *_ = step_of(collection)(state, plan)
+    assert state.stores[0].capacity == collection.init(seed=3).stores[0].capacity
 
 
 def test_growth_makes_room_ahead_for_a_batch_of_other_arrays():

@@ -126,9 +126,9 @@ def union(results, table, columns):
 
 
 def test_the_least_number_of_all_processes(monkeypatch):
-    monkeypatch.setattr(processes_lib, "gather", lambda topic, own: [own, str(7 * 2**31 + 1), str(2**32 + 5)])
-    assert processes_lib.least(2**40) == 2**32 + 5
-    assert processes_lib.least(3) == 3
+    monkeypatch.setattr(processes_lib, "gather", lambda op, own: [own, str(7 * 2**31 + 1), str(2**32 + 5)])
+    assert processes_lib.least("grow", 2**40) == 2**32 + 5
+    assert processes_lib.least("grow", 3) == 3
 
 
 @pytest.mark.parametrize("num_shards", [process_worker.NUM_SHARDS, None], ids=["one process", "one device"])
@@ -223,10 +223,10 @@ def test_refusals_in_all_processes(raised):
         messages = {name: str(message) for name, message in result.items()}
         assert messages.pop("same") == messages.pop("whole") == "nothing raised"
         for name, wanted in {
-            "keys": r"chunks: got '2 records \(keys of checksum .* in process 1 and '2 records .*, wanted the same in",
-            "rows": r"chunks: got '2 records .*rows of checksum .* in process 1 and '2 records .*, wanted the same in",
-            "num_rows": "got '2 records .*num_rows=3, .* in process 1 and '2 records .*num_rows=2,",
-            "chunks": "got ('1 rec.* in process 1 and '1 rec|'1 rec.* in process 1 and 'no further chunk)",
+            "keys": r"'chunks of table \"user\": 2 records .*keys of checksum .* in process 1 and 'chunks .*: 2 records",
+            "rows": r"got 'chunks of table .*: 2 records .*rows of checksum .* in process 1 and 'chunks .*: 2 records",
+            "num_rows": "2 records .*num_rows=3, .* in process 1 and 'chunks of table .* 2 records .*num_rows=2,",
+            "chunks": '"user": 1 rec.* in process 1 and .*"user": (1 rec|no further chunk)',
             "unread": "^cannot be read|import_table: process 0 failed: ValueError: cannot be read",
         }.items():
             assert re.search(wanted, messages.pop(name)), name

@@ -464,9 +464,9 @@ def test_a_version_that_several_publish_at_once_is_added_once(url, tmp_path):
         publisher = streams.Publisher(url, "dlrm")
         make_room, waits = publisher._make_room, iter([lambda: None, have_sent.wait])
 
-        def make_room_after_all(*args):
+        def make_room_after_all(*args, **options):
             next(waits, lambda: None)()
-            return make_room(*args)
+            return make_room(*args, **options)
 
         publisher._make_room = make_room_after_all
         publisher.publish(training.last)
@@ -475,6 +475,8 @@ def test_a_version_that_several_publish_at_once_is_added_once(url, tmp_path):
         list(pool.map(publish, range(have_sent.parties)))
     there = training.publisher._stream.entries()
     assert [entry.base for entry in there] == [None, there[0].uuid]
+    # One that has sent all when a later version is there, too.
+    assert training.publisher._make_room(training.first, there[0].uuid, None, 1, is_sent=True) is None
     client = redis.Redis.from_url(url)
     assert len(client.keys("jaxsok:{dlrm}:*")) == 2
     with serve(url, training) as session:
