@@ -223,7 +223,7 @@ def test_refusals_in_all_processes(raised):
         messages = {name: str(message) for name, message in result.items()}
         assert messages.pop("same") == messages.pop("whole") == "nothing raised"
         for name, wanted in {
-            "keys": r"'chunks of table \"user\": 2 records .*keys of checksum .* in process 1 and 'chunks .*: 2 records",
+            "keys": r"'chunks of table \"user\": .*keys of checksum .* in process 1 and 'chunks .*: 2 records",
             "rows": r"got 'chunks of table .*: 2 records .*rows of checksum .* in process 1 and 'chunks .*: 2 records",
             "num_rows": "2 records .*num_rows=3, .* in process 1 and 'chunks of table .* 2 records .*num_rows=2,",
             "chunks": '"user": 1 rec.* in process 1 and .*"user": (1 rec|no further chunk)',
