@@ -134,12 +134,11 @@ def agree_on_room(specs: Sequence[StoreSpec], shards: Shards) -> tuple[int | Non
 def agree_on_free_bytes(shards: Shards) -> int | None:
     """Returns the least free memory for a shard over the devices of all processes; None: unknown."""
     free, unknown = free_bytes(), 1 << 61
+    if free is not None and jax.default_backend() == "cpu":  # where shards share the memory of their host
+        free //= len(shards.local())
     if shards.num_processes > 1:
         free = processes.least("grow", unknown if free is None else free)
-    if free is None or free == unknown:
-        return None
-    # Shards on CPU devices share the memory of their host.
-    return free // len(shards.local()) if jax.default_backend() == "cpu" else free
+    return None if free == unknown else free
 
 
 def free_bytes() -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxsok import admission, coming as coming_lib, evict as evict_lib, policies
+from jaxsok import admission, coming as coming_lib, evict as evict_lib, policies, processes
 from jaxsok.checks import not_none
 from jaxsok.coming import Coming
 from jaxsok.enlarge import agree_on_room, fits, names_of, next_capacity, prepare_growth, require_memory, rows_to_add
@@ -342,6 +342,8 @@ def _evict(
         if leaving[s].policy.has_score and left[s] + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], left[s], need)
     now = state.step if clock is None else clock
+    if shards.num_processes > 1:
+        processes.require_same("grow", [f"hand_over: {hand_over is not None}"])
     stores, _ = evict_lib.evict(leaving, state.stores, state.seed, now, kept, hand_over, used)
     state = dataclasses.replace(state, stores=stores)
     tracker.num_evictions += len(full)

@@ -122,9 +122,14 @@ def evict(
         check_placed("evict", collection, state)
     (state,) = guards.refuse_transforms("evict", state=state)
     if collection.shards.num_processes > 1 and not _is_traced((state, now, num_rows)):
-        processes.require_same(
-            "evict", [f"table: {table}", f"policy: {policy}", f"num_rows: {num_rows}", f"clock: {now}"]
-        )
+        given = {
+            "table": table,
+            "policy": policy,
+            "num_rows": num_rows,
+            "clock": now,
+            "hand_over": hand_over is not None,
+        }
+        processes.require_same("evict", [f"{name}: {value}" for name, value in given.items()])
     now = state.step if now is None else now
     budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
     stores, by_store = evict_lib.evict(leaving, state.stores, state.seed, now, budgets, hand_over)

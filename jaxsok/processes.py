@@ -60,21 +60,43 @@ def draw_words(op: str, *, is_shared: bool, num_words: int = 2) -> np.ndarray:
 def gather(topic: str, message: str, tell: Callable[[int, int], None] | None = None) -> list[str]:
     """Gathers a message of each process through JAX's coordination service: milliseconds.
 
-    All processes come here in the same order with each topic, which must not depend on arguments that may differ.
-    `tell` is called with the number of a process, and of the waits for it in vain; what it raises ends the wait.
+    All processes come here in the same order, with the same topics; those of OWN_CHANNELS apart. `tell` is called with
+    the number of a process, and of the waits for it in vain; what it raises ends the wait.
+
+    Raises:
+      ValueError: another process came here with another topic; raised in both.
     """
     if jax.process_count() == 1:
         return [message]
-    number, tell = _num_gathered[topic], tell or functools.partial(_tell_of_wait, topic)
-    _num_gathered[topic] += 1
-    _post(f"gather/{topic}", number, message)
-    return [
-        _read(f"gather/{topic}", number, process, functools.partial(tell, process))
-        for process in range(jax.process_count())
-    ]
+    channel, tell = topic if topic in OWN_CHANNELS else "calls", tell or functools.partial(_tell_of_wait, topic)
+    number = _num_gathered[channel]
+    # After a Ctrl-C the call is made again: what it gave may have been read.
+    message = _given.setdefault(channel, f"{topic}:{message}".encode(errors="backslashreplace").decode())
+    _post(f"gather/{channel}", number, message)
+    is_over = channel == "window"  # which goes on after a Ctrl-C
+    try:
+        read = functools.partial(_read, f"gather/{channel}", number)
+        pairs = [
+            read(process, functools.partial(tell, process)).partition(":") for process in range(jax.process_count())
+        ]
+        is_over = True
+    finally:
+        if is_over:
+            _num_gathered[channel] = number + 1
+            del _given[channel]
+    for process, (other, _, _) in enumerate(pairs):
+        if other != topic:
+            raise ValueError(
+                f'{topic}: got a call of "{other}" in process {process}, wanted the same calls in the same order in '
+                "all processes; after one that was interrupted, make the next ones in all processes again."
+            )
+    return [text for _, _, text in pairs]
 
 
+OWN_CHANNELS = ("pipeline", "window")
+"""Topics of their own order: of loops that go on after other calls, and of threads that trace."""
 _num_gathered = collections.Counter[str]()
+_given: dict[str, str] = {}  # what was given by gatherings that are not over, by channel
 
 
 def _tell_of_wait(topic: str, process: int, num_late: int) -> None:
@@ -112,22 +134,19 @@ def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError
     otherwise, waits for this one in a collective: for ever. With a `failure` this one waits for END_POLLS alone and
     then raises it, since its end ends the others.
     """
-    own, but = jax.process_index(), _describe(failure)
-    own_text, error = f"{what}, but {but}" if but else what, None
-    number = _num_gathered["meet"]
-    try:
-        others = gather("meet", own_text, functools.partial(_tell_of_meeting, op, what, failure))
-    except BaseException:
-        _num_gathered["meet"] = number  # after a Ctrl-C this is done again
-        raise
+    own, but, error = jax.process_index(), _describe(failure), None
+    own_text = f"{what}, but {but}" if but else what
+    others = gather(op, own_text, functools.partial(_tell_of_meeting, op, what, failure))
+    own_text = others[min(own, len(others) - 1)]
     for process, other in enumerate(others):
-        if other != own_text:
-            error = ValueError(
+        if other == own_text:
+            continue
+        if other != what and not other.startswith(f"{what}, but "):
+            raise ValueError(
                 f"{op}: batches: got {own_text} in process {own} and {other} in process {process}, wanted the same in "
                 f"all {jax.process_count()}; give them as many batches, of as many samples (pad_to)."
             )
-            if other != what and not other.startswith(f"{what}, but "):
-                raise error
+        error = ValueError(f"{op}: batches: got {own_text} in process {own}, but {other} in process {process}.")
     return error
 
 

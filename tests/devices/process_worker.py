@@ -19,7 +19,7 @@ import optax
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import enlarge
+from jaxsok import enlarge, processes
 from jaxsok.types import COUNTERS
 
 NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
@@ -298,7 +298,6 @@ def do_job(job, number, num_processes, folder):
 
 def uneven(mesh, job, number):
     """Trains on batches of which the second process has fewer, or one that is smaller there."""
-    from jaxsok import processes
 
     processes.POLL_S, processes.END_POLLS = 1, 3
     collection = jaxsok.Collection(TABLES[:1], FEATURES[:1], mesh=mesh, axis="data")
@@ -559,6 +558,9 @@ def refusals(mesh, number, folder):
     note("keys", importing([1, 2], [3, 4 + number]))
     note("rows", importing([1, 2], value=number))
     note("num_rows", importing([1, 2], num_rows=2 + number))
+    hand_over = (lambda *args: None) if number else None
+    note("handed", lambda: same.evict(same.init(seed=0), "user", policies.SmallNorm(1.0), hand_over=hand_over))
+    note("order", lambda: processes.least("grow" if number else "init", 1))
     note("chunks", importing(*([1], [2])[number:]))
     note("unread", importing([1], [2] if number else None))
     note("whole", importing([1], [2, 3]))

@@ -1,5 +1,6 @@
 """Several processes: the tables of a single process, refusals in all of them, and an end when a process dies."""
 
+import collections
 import functools
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -131,6 +133,37 @@ def test_the_least_number_of_all_processes(monkeypatch):
     assert processes_lib.least("grow", 3) == 3
 
 
+def test_a_call_that_was_interrupted_is_made_again(monkeypatch):
+    """It gives what it gave before, which others may have read; windows go on to the next gathering."""
+    given = {}
+
+    def read(key, timeout_ms):
+        if key not in given:
+            raise KeyboardInterrupt
+        return given[key]
+
+    client = types.SimpleNamespace(
+        key_value_set=lambda key, value, allow_overwrite: given.update({key: value}),
+        key_value_delete=lambda key: given.pop(key, None),
+        blocking_key_value_get=read,
+    )
+    for name, value in {"_client": lambda: client, "_num_gathered": collections.Counter(), "_given": {}}.items():
+        monkeypatch.setattr(processes_lib, name, value)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for topic in ("init", "window"):
+        for message in ("first", "second \udcff"):
+            with pytest.raises(KeyboardInterrupt):
+                processes_lib.gather(topic, message)
+    assert sorted(given) == ["jaxsok/gather/calls/0/0", "jaxsok/gather/window/0/0", "jaxsok/gather/window/1/0"]
+    given["jaxsok/gather/calls/0/1"] = ":init:other: one"
+    assert processes_lib.gather("init", "third") == ["first", "other: one"]
+    given["jaxsok/gather/calls/1/1"] = ":grow:1"
+    with pytest.raises(ValueError, match='init: got a call of "grow" in process 1, wanted the same calls'):
+        processes_lib.gather("init", "fourth \udcff")
+    given["jaxsok/gather/calls/2/1"] = ":init:"
+    assert processes_lib.gather("init", "fifth \udcff") == ["fifth \\udcff", ""]
+
+
 @pytest.mark.parametrize("num_shards", [process_worker.NUM_SHARDS, None], ids=["one process", "one device"])
 def test_tables_of_processes_are_those_of(num_shards, trained):
     """Rows and optimizer state by key equal those of one process: four devices to the bit, one within rounding."""
@@ -226,6 +259,8 @@ def test_refusals_in_all_processes(raised):
             "keys": r"'chunks of table \"user\": .*keys of checksum .* in process 1 and 'chunks .*: 2 records",
             "rows": r"got 'chunks of table .*: 2 records .*rows of checksum .* in process 1 and 'chunks .*: 2 records",
             "num_rows": "2 records .*num_rows=3, .* in process 1 and 'chunks of table .* 2 records .*num_rows=2,",
+            "handed": "evict: got 'hand_over: True' in process 1 and 'hand_over: False' in process 0",
+            "order": 'init: got a call of "grow" in process 1|grow: got a call of "init" in process 0',
             "chunks": '"user": 1 rec.* in process 1 and .*"user": (1 rec|no further chunk)',
             "unread": "^cannot be read|import_table: process 0 failed: ValueError: cannot be read",
         }.items():
