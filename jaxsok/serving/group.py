@@ -113,6 +113,17 @@ def check_tables(op: str, tables: Any) -> FrozenTables:
     return tables
 
 
+def off_mesh(tree: Any) -> Any:
+    """Takes arrays on several devices to the host, as parameters of a training: serving has devices of its own."""
+
+    def take(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        is_numbers = is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return jax.device_get(leaf) if is_numbers and len(leaf.sharding.device_set) > 1 else leaf
+
+    return jax.tree.map(take, tree)
+
+
 def _look_up(
     op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Mapping[str, LookupInput]
 ) -> dict[str, Array]:

@@ -115,6 +115,7 @@ def as_function(
       `scores = jax.jit(layers.as_function(model, variables))(tables, {"user": words})`
     """
     _places("as_function", variables)
+    variables = group.off_mesh(variables)
 
     def function(tables: FrozenTables, inputs: Mapping[str, Any]) -> Any:
         return model.apply(set_tables(variables, tables), **inputs, method=method)

@@ -172,6 +172,7 @@ def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callabl
     graphdef, bound, others = nnx.split(model, FrozenTablesVariable, ...)
     if not nnx.to_flat_state(bound):
         raise ValueError("as_function: model: got one without layers of jaxsok.serving.nnx, wanted at least one.")
+    others = group.off_mesh(others)
 
     def function(tables: FrozenTables, inputs: Mapping[str, Any]) -> Any:
         copy = nnx.merge(graphdef, bound, others, copy=True)

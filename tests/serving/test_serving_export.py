@@ -13,7 +13,9 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from serving_layer_cases import draw_bags, draw_keys, make_tables
 
 import jaxsok
@@ -234,6 +236,36 @@ def test_tables_say_whether_lookups_are_fused(served, tmp_path):
         tmp_path / "one", lambda tables, inputs: lookup(tables, inputs), apart, {"user": INPUTS["user"]}
     )
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["model.json", "model.stablehlo"]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_models_of_a_training_on_a_mesh(axis_type, tmp_path):
+    """A folder that was written under `jax.set_mesh`, of parameters on a mesh, is for one device, as any other."""
+    given, _ = tables()
+    mesh = programs.mesh(2, axis_type=axis_type)
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    declared = {"user": artifact.KeysInput("user"), "seen": artifact.BagsInput("item")}
+    bags, _ = draw_bags(np.random.default_rng(7), 1, 5)
+    inputs = {"user": draw_keys(np.random.default_rng(7), 0, 5), "seen": bags}
+    module = LinenModel()
+    variables = module.init(jax.random.key(0), **inputs)
+    placed = variables | {"params": jax.device_put(variables["params"], whole)}
+    nnx_module = NnxModel()
+    kernel = nnx_module.out.kernel
+    with jax.set_mesh(mesh):
+        artifact.export_model(tmp_path / "linen", module, given, declared, variables=placed, platforms=HERE)
+        kernel.set_value(jax.device_put(kernel.get_value(), split))
+        artifact.export_model(tmp_path / "nnx", nnx_module, given, declared, platforms=HERE)
+    artifact.export_model(tmp_path / "linen alone", module, given, declared, variables=variables, platforms=HERE)
+    kernel.set_value(jax.device_get(kernel.get_value()))
+    artifact.export_model(tmp_path / "nnx alone", nnx_module, given, declared, platforms=HERE)
+    for name in ("linen", "nnx"):
+        got, wanted = (artifact.load_model(tmp_path / each).call(given, inputs) for each in (name, f"{name} alone"))
+        np.testing.assert_array_equal(got["output"], wanted["output"])
+    if axis_type == AxisType.Auto:
+        constrain = lambda tables, inputs: jax.lax.with_sharding_constraint(inputs["x"], whole)  # noqa: E731
+        with pytest.raises(ValueError, match="export_model: model: got one for 2 devices, wanted one for a single"):
+            artifact.export_model(tmp_path / "two", constrain, given, {"x": artifact.ArrayInput()}, platforms=HERE)
 
 
 def test_padded_calls_share_programs(served):

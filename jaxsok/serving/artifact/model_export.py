@@ -19,6 +19,7 @@ from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, 
 from jaxsok.serving.artifact.model import PROGRAMS, jax_export, manifest_of, write_files
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables, require_tables
+from jaxsok.shards import without_mesh
 from jaxsok.types import COUNTERS
 
 PLATFORMS: tuple[str, ...] = ("cpu", "cuda")
@@ -43,6 +44,7 @@ class _TracedSpec(FrozenSpec):
         return key_paths.mark(table, words)
 
 
+@without_mesh
 def export_model(
     path: str | os.PathLike,
     model: Any,
@@ -61,7 +63,7 @@ def export_model(
       path: a new folder, which appears complete or not at all.
       model: a function of (tables, inputs by name), a module of Flax NNX, or one of Linen. A module is called with the
         inputs by keyword. It gives an array, or arrays by name. What it closes over, dense parameters too, is in the
-        file, so below 2 GB.
+        file, so below 2 GB. Parameters of a module may be on a mesh; pass those of a function through `jax.device_get`.
       tables: with the names, dims and row dtypes that will be served; their rows do not go into the file.
       inputs: by name.
       variables: of a Linen module, as `init` made them, with "params" as trained.
@@ -124,6 +126,11 @@ def export_model(
         del jitted["unfused"]
     options = {"platforms": tuple(dict.fromkeys(platforms)), "disabled_checks": checks}
     exported = {entry: export.export(function, **options)(*shapes) for entry, function in jitted.items()}
+    if (num_devices := exported["program"].nr_devices) != 1:
+        raise ValueError(
+            f"{op}: model: got one for {num_devices} devices, wanted one for a single device: it has arrays or "
+            "shardings of a mesh; pass its parameters through jax.device_get, and leave constraints of sharding out."
+        )
     try:
         serialized = {entry: bytes(program.serialize()) for entry, program in exported.items()}
     except (OverflowError, ValueError) as error:
