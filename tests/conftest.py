@@ -199,7 +199,7 @@ def one_salt(monkeypatch):
     """Gives all states of the test the same salts, so that their indexes can be compared to the bit."""
     from jaxsok import processes
 
-    monkeypatch.setattr(processes, "draw_words", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
+    monkeypatch.setattr(processes, "draw_words", lambda op, *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
 
 
 @pytest.fixture
