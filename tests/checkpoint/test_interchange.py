@@ -406,6 +406,9 @@ def test_memory_is_bounded_by_chunks(tmp_path):
             yield Records(keys, np.full((num_rows, 64), float(number), np.float32))
 
     chunk_bytes, whole = 1024 * (64 * 4 + 8), 64 * 1024 * (64 * 4 + 8)
+    for write, read in ((columns.write_parquet, columns.read_parquet), (columns.write_arrow, columns.read_arrow)):
+        write(tmp_path / "first", chunks(1), overwrite=True)  # what is imported is not counted
+        list(read(tmp_path / "first"))
     tracemalloc.start()
     hps.write_hps(tmp_path / "hps", chunks())
     sok.write_sok(tmp_path / "sok", "t", chunks())
