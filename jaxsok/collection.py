@@ -50,6 +50,7 @@ from jaxsok.operations import (
     check_features,
     check_placed,
     check_state,
+    check_untraced,
     clock_of,
     lineage_of,
     no_tickets,
@@ -772,8 +773,9 @@ class Collection:
           >>> collection.num_rows(collection.import_table(state, "item", records))
           {'item': 3}
         """
-        check_placed("import_table", self, state, "inside a jitted function use assign")
-        resolved = operations.locate("import_table", self, table)
+        resolved = operations.resolve("import_table", self, state, table)
+        check_untraced("import_table", state, "inside a jitted function use assign")
+        check_placed("import_table", self, state)
         if num_rows is not None:
             checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
         checks.flag("import_table: reset_state", reset_state)
@@ -916,7 +918,7 @@ class Collection:
           `state = collection.drain(state)`, then the step, then `collection.find(state, batch.features)`
         """
         check_state("drain", self, state)
-        return state.drain()
+        return dataclasses.replace(state, drains=state.drains or True)
 
     def discard(self, state: State) -> State:
         """Ends a step whose update is skipped: rows that its lookups inserted stay, and have learned nothing.

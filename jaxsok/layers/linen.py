@@ -306,7 +306,10 @@ def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
     Example:
       `tables = layers.drain(tables)`, before the step after which they are saved
     """
-    drained = {(*path, "state"): state.drain() for path, state in _find_values(tables, "state", State)}
+    drained = {
+        (*path, "state"): dataclasses.replace(state, drains=state.drains or True)
+        for path, state in _find_values(tables, "state", State)
+    }
     return unflatten_dict(_flatten(tables) | drained)
 
 
