@@ -50,7 +50,6 @@ from jaxsok.operations import (
     check_features,
     check_placed,
     check_state,
-    check_untraced,
     clock_of,
     lineage_of,
     no_tickets,
@@ -773,9 +772,8 @@ class Collection:
           >>> collection.num_rows(collection.import_table(state, "item", records))
           {'item': 3}
         """
-        resolved = operations.resolve("import_table", self, state, table)
-        check_untraced("import_table", state, "inside a jitted function use assign")
-        check_placed("import_table", self, state)
+        check_placed("import_table", self, state, "inside a jitted function use assign")
+        resolved = operations.locate("import_table", self, table)
         if num_rows is not None:
             checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
         checks.flag("import_table: reset_state", reset_state)
@@ -918,7 +916,7 @@ class Collection:
           `state = collection.drain(state)`, then the step, then `collection.find(state, batch.features)`
         """
         check_state("drain", self, state)
-        return dataclasses.replace(state, drains=state.drains or True)
+        return state.drain()
 
     def discard(self, state: State) -> State:
         """Ends a step whose update is skipped: rows that its lookups inserted stay, and have learned nothing.

@@ -458,10 +458,10 @@ def check_untraced(op: str, state: State, remedy: str = "call it between steps")
         )
 
 
-def check_placed(op: str, collection: Declared, state: State) -> None:
+def check_placed(op: str, collection: Declared, state: State, if_traced: str = "call it between steps") -> None:
     """Does `check_state`; refuses also a state that is traced, of NumPy arrays, or not split over the shards."""
     check_state(op, collection, state)
-    check_untraced(op, state)
+    check_untraced(op, state, if_traced)
     counters = [store.counters for store in state.stores]
     remedy = (
         "put it back with jax.device_put(copy, jax.tree.map(lambda leaf: leaf.sharding, state)), of the state that was "

@@ -129,6 +129,10 @@ class State:
     """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`); with "until grow" until
     `grow` finds none, which may come after several steps."""
 
+    def drain(self) -> "State":
+        """Returns the state whose steps look nothing up ahead; a drain until `grow` stays one."""
+        return dataclasses.replace(self, drains=self.drains or True)
+
     def end_step(self) -> "State":
         """Returns the state at the end of a step, updated or not: draining ends when no lookup is in flight."""
         return self if self.ahead or self.drains == "until grow" else dataclasses.replace(self, drains=False)

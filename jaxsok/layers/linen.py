@@ -306,10 +306,7 @@ def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
     Example:
       `tables = layers.drain(tables)`, before the step after which they are saved
     """
-    drained = {
-        (*path, "state"): dataclasses.replace(state, drains=state.drains or True)
-        for path, state in _find_values(tables, "state", State)
-    }
+    drained = {(*path, "state"): state.drain() for path, state in _find_values(tables, "state", State)}
     return unflatten_dict(_flatten(tables) | drained)
 
 

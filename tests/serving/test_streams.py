@@ -413,7 +413,8 @@ def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path):
             wait_until(is_published)
             wait_until(lambda: serves(session, training))
             wait_until(lambda: session.stats()["is_following"])
-            wait_until(lambda: session.stats()["lag_versions"] == 0 and serves(session, training))
+            wait_until(lambda: session.stats()["lag_versions"] == 0)
+            assert serves(session, training)
         training.publisher.close()
 
 
