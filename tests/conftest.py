@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import pathlib
+import signal
 import sys
 
 import hypothesis
@@ -22,6 +23,9 @@ import pytest
 # Several workers share a GPU, so none may reserve most of its memory at start. JAX reads this with its first array.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# A shell starts what runs in its background with SIGINT ignored; tests press Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The most devices that a test needs (law 2, meshes of 8). It must be set before the first array is made.
 NUM_CPU_DEVICES = 8
