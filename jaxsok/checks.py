@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 ABOVE_ZERO = math.ulp(0.0)  # the least positive float: `low` of positive numbers
@@ -67,6 +69,15 @@ def number(what: str, value: Any, low: float = -LARGEST, high: float = LARGEST, 
         interval = "a finite number" if (low, high) == (-LARGEST, LARGEST) else f"a number from {low} to {high}"
         raise ValueError(f"{what}: got {value!r}, wanted {wanted or interval}.")
     return plain
+
+
+def scalar(what: str, value: Any) -> None:
+    """Refuses values that are not one real number, traced or not."""
+    is_array = isinstance(value, (np.ndarray, jax.Array))
+    is_real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    if not (is_number(value) or is_real) or np.shape(value) != ():
+        got = f"{value.dtype}{list(value.shape)}" if is_array else repr(value)
+        raise TypeError(f"{what}: got {got}, wanted a scalar.")
 
 
 def flag(what: str, value: Any) -> bool:

@@ -430,7 +430,7 @@ class Collection:
         check_state("update", self, state)
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
-            check_scalar("update: learning_rate", learning_rate)
+            checks.scalar("update: learning_rate", learning_rate)
             if not isinstance(learning_rate, jax.core.Tracer):
                 checks.number("update: learning_rate", float(learning_rate), -LARGEST_FLOAT32, LARGEST_FLOAT32)
         self.growth.record_features([plan.features for plan in plans])
@@ -1083,20 +1083,11 @@ def _make_rest(num_tables: int, seed: Array, partition_owners: Array) -> tuple[A
     return step, jnp.array(seed), jnp.array(partition_owners), num_refused
 
 
-def check_scalar(what: str, value: Any) -> None:
-    """Refuses values that are not one real number, traced or not; `what` names the operation and its argument."""
-    is_array = isinstance(value, (np.ndarray, jax.Array))
-    is_real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
-    if not (checks.is_number(value) or is_real) or np.shape(value) != ():
-        got = f"{value.dtype}{list(value.shape)}" if is_array else repr(value)
-        raise TypeError(f"{what}: got {got}, wanted a scalar.")
-
-
 def clip_by_global_norm(
     lookups: Sequence[tuple[Collection, State, Any, Any]], gradients: Any, max_norm: Any, dense: Any
 ) -> tuple[Any, Float32[Array, ""]]:
     """Scales a tree of gradients by the norm over `lookups` (arguments of `gradient_norm`) and `dense`."""
-    check_scalar("clip_by_global_norm: max_norm", max_norm)
+    checks.scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.core.Tracer) and not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
     for leaf in jax.tree.leaves(dense):

@@ -441,6 +441,15 @@ def check_state(op: str, collection: Declared, state: State) -> None:
             "the one that this call returned, as in state = collection.grow(state, batch)."
         )
 
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        tier = store.tier[0] if store.tier else None
+        rows, states = (tier.rows, tier.states) if tier else (store.rows[0], [slabs[0] for slabs in store.states])
+        wanted = [spec.dtype, *["float32"] * len(states)]
+        if (got := [str(array.dtype) for array in (rows, *states)]) != wanted:
+            raise ValueError(
+                f"{op}: state: got rows and optimizer state of dtypes {got}, wanted {wanted}; cast the parameters of "
+                "the model alone (of Flax's NNX nnx.state(model, nnx.Param)), not its tables."
+            )
     if state.ahead and op not in _OPS_WITH_LOOKUPS_AHEAD:
         raise ValueError(
             f"{op}: state: got one with {len(state.ahead)} lookups in flight, whose batches are counted in it, but "

@@ -265,6 +265,12 @@ class TableSpec:
             )
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"{what}: optimizer: got {_describe_non_optimizer(self.optimizer)}.")
+        fields = {field.name for field in dataclasses.fields(self.optimizer)}
+        if others := sorted(vars(self.optimizer).keys() - fields):  # by which two that step differently are equal
+            raise TypeError(
+                f"{what}: optimizer: got {type(self.optimizer).__name__} with attributes that are no fields, {others}, "
+                "wanted a class under @dataclasses.dataclass(frozen=True) with its numbers as fields."
+            )
         num_states = len(self.optimizer.state_specs(self.dim))
         if num_states > MAX_STATES:
             raise ValueError(

@@ -50,6 +50,16 @@ class _Lookups:
     num_before: int = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Probed:
+    """A lookup that `zero_taps` met: its collection, the structure of its features, and the shapes of their arrays."""
+
+    collection: Collection
+    structure: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+
 class Embeddings(nn.Module):
     """The tables of a collection as a layer: features in, embeddings by feature out.
 
@@ -159,7 +169,6 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
     Example:
       `taps = layers.zero_taps(model, {"params": params, "tables": tables}, batch.features)`
     """
-    found: dict[tuple[str, ...], list[tuple[Collection, Any]]] = {}
     lookup = inspect.unwrap(Embeddings.__call__)
 
     def probe(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -170,18 +179,24 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
         def record_lookup(features: Features | Plan, deterministic: bool | None = None, clock: Any = None) -> Any:
             deterministic = layer.deterministic if deterministic is None else deterministic
             if not deterministic:
-                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), features)
-                found.setdefault(layer.path, []).append((layer.collection, shapes))
+                leaves, structure = jax.tree.flatten(features)
+                shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+                before = layer.get_variable(_PLANS, "probed", ())
+                layer.put_variable(_PLANS, "probed", (*before, _Probed(layer.collection, structure, shapes)))
             return tap.zero_taps(layer.collection, features)
 
         return record_lookup(*args, **kwargs)
 
-    def apply() -> None:
+    # nn.jit keeps the trace of a module, where this is not called again: what it found is among the trace's variables.
+    # Its key has what is mutable, which is so for no other call.
+    kwargs["mutable"] = nn.DenyList("zero_taps")
+
+    def apply() -> Any:
         with nn.intercept_methods(probe):
-            model.apply(variables, *args, **{**kwargs, "mutable": True})
+            return model.apply(variables, *args, **kwargs)[1].get(_PLANS, {})
 
     # Nothing is an argument of what is traced: a flag that the model looks at stays one.
-    jax.eval_shape(apply)
+    found = {path[:-1]: probed for path, probed in _flatten(jax.eval_shape(apply)).items() if path[-1] == "probed"}
     if not found:
         raise ValueError(
             "zero_taps: model: got one that looks nothing up in this call, wanted jaxsok.layers.linen.Embeddings "
@@ -189,8 +204,10 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
         )
     return unflatten_dict(
         {
-            (*path, "taps"): tuple(tap.zero_taps(collection, features) for collection, features in lookups)
-            for path, lookups in found.items()
+            (*path, "taps"): tuple(
+                tap.zero_taps(one.collection, jax.tree.unflatten(one.structure, one.shapes)) for one in probed
+            )
+            for path, probed in found.items()
         }
     )
 

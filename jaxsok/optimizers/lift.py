@@ -199,7 +199,9 @@ class Lifted(Optimizer):
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         form = self._form(dim)
-        before = [jnp.asarray(leaf) for leaf in globals_]
+        declared = zip(globals_, form.global_state, form.global_names, strict=True)
+        held = [jnp.asarray(own if name is None else leaf) for leaf, own, name in declared]
+        before = list(held)
         if learning_rate is not None:
             if not form.rates:
                 raise ValueError(
@@ -217,7 +219,7 @@ class Lifted(Optimizer):
             zeros = jnp.zeros((1, dim), jnp.float32)
             rows = self._initial_rows(form, zeros)
             _, after = self._update(form, zeros, zeros, rows, before)
-        pairs = zip(map(jnp.asarray, globals_), _select_kind(form, after, is_row=False), strict=True)
+        pairs = zip(held, _select_kind(form, after, is_row=False), strict=True)
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
             for place, (old, new) in enumerate(pairs)

@@ -143,7 +143,9 @@ class Optimizer(abc.ABC):
         last = jnp.uint32(2**31 - 1)
         step = jnp.minimum(jnp.asarray(step).astype(jnp.uint32), last).astype(jnp.int32)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # those of Optax mix dtypes
-            return self.learning_rate(step)
+            rate = self.learning_rate(step)
+        checks.scalar(f"optim.{self.name}: learning_rate: result of the schedule", rate)
+        return rate
 
     def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
         """Returns the hyper-parameter operand of one step, for a kernel of its own."""

@@ -80,7 +80,7 @@ class Ftrl(Limited):
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         gradient, row, (accumulator, z), _, (learning_rate, _) = inputs
-        moves = learning_rate > 0
+        moves = learning_rate != 0
         rate = jnp.where(moves, learning_rate, 1.0)
         more = accumulator + gradient * gradient
         power = self._power(more)
@@ -149,7 +149,7 @@ class GroupAdam(Limited):
         # The paper keeps z and adds m̂ - (q_t - q_{t-1}) * row. It is held_{t-1} - q_{t-1} * row before the step, so
         # keeping `held` gives the same without q_{t-1}, which a row last used in another step does not know.
         gradient, row, (m, v, held), _, (learning_rate, count) = inputs
-        moves = learning_rate > 0
+        moves = learning_rate != 0
         m = average(m, gradient, self.b1)
         v = average(v, gradient * gradient, self.b2)
         scale = (jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps) / jnp.where(moves, learning_rate, 1.0)

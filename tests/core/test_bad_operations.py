@@ -159,6 +159,29 @@ def test_a_state_of_another_dim(two_features):
             getattr(two_features, op)(state)
 
 
+@pytest.mark.parametrize("memory", [None, jaxsok.HostMemory(8)], ids=["device", "host"])
+@pytest.mark.parametrize(("declared", "cast"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_a_state_that_was_cast(declared, cast, memory):
+    """As the parameters of a model are, all at once."""
+    tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.adagrad(0.1), capacity=16, dtype=declared, memory=memory)]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
+
+    def to_cast(leaf):
+        return leaf.astype(cast) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    state, features = jax.tree.map(to_cast, collection.init(seed=0)), programs.batch(collection, user=np.array([1]))
+    wanted = "cast the parameters of the model alone"
+    got = [cast, cast], [declared, "float32"]
+    for op, call in {
+        "lookup": lambda: collection.lookup(state, features),
+        "find": lambda: jax.jit(collection.find)(state, features),
+        "grow": lambda: collection.grow(state),
+        "export_table": lambda: collection.export_table(state, "user"),
+    }.items():
+        with raises(ValueError, f"{op}: state", *map(str, got), wanted):
+            call()
+
+
 HOST_OPS = {
     "grow": lambda collection, state: collection.grow(state),
     "num_rows": lambda collection, state: collection.num_rows(state),

@@ -312,6 +312,19 @@ def test_rows_lie_where_their_hash_says():
         assert sorted(stored.tolist()) == keys[programs.owner_of(keys, "user", 4) == shard].tolist()
 
 
+@pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
+def test_tables_that_jit_makes_are_split(axis_type, one_salt):
+    """Each device has its shard alone, as of `init` outside `jit`; the state can be grown."""
+    collection = programs.over(4, TABLES, FEATURES, axis_type=axis_type)
+    with jax.set_mesh(collection.shards.mesh):
+        made, wanted = jax.jit(lambda: collection.init(seed=3))(), collection.init(seed=3)
+    programs.assert_same_state(made, wanted)
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    programs.batch(collection, **next(raw_batches()))
+    collection.grow(made)
+
+
 def test_shards_of_a_mesh_are_numbered_along_the_axes():
     """(data, model) and (model, data) are two orders; the message names the axes with their sizes."""
     for axis in (("data", "model"), ("model", "data")):

@@ -475,6 +475,51 @@ def test_two_lookups_in_one_step():
     assert stats["embed"].to_dict() == counts.to_dict() and int(state.step) == 1
 
 
+class Tower(nn.Module):
+    """A layer whose output is a loss."""
+
+    collection: jaxsok.Collection
+
+    @nn.compact
+    def __call__(self, features):
+        return jnp.sum(cases.join(layers.Embeddings(self.collection, name="embed")(features)) ** 2)
+
+
+class Towers(nn.Module):
+    """Two towers, the first of a class that may be `nn.jit`'s."""
+
+    kind: type
+    collections: tuple
+
+    @nn.compact
+    def __call__(self, features, others):
+        first, second = self.collections
+        return self.kind(first, name="first")(features) + Tower(second, name="second")(others)
+
+
+@pytest.mark.parametrize("mutable", [TRAINING, True])
+def test_nn_jit_keeps_traces(mutable):
+    """Steps by a module that is not traced again learn as without `nn.jit`."""
+    batches = [cases.raw_batches(3, seed=seed) for seed in (1, 2)]
+
+    def train(kind):
+        collections = cases.collection_of(), cases.collection_of()
+        model, tables = Towers(kind, collections), None
+        for raws in zip(*batches, strict=True):
+            features = [collection.batch(raw).features for collection, raw in zip(collections, raws, strict=True)]
+            tables = model.init(jax.random.key(0), *features)["tables"] if tables is None else tables
+
+            def loss(taps, tables=tables, features=features):
+                return model.apply({"tables": tables, "sparse_taps": taps}, *features, mutable=mutable)
+
+            taps = layers.zero_taps(model, {"tables": tables}, *features)
+            gradients, updates = jax.grad(loss, has_aux=True)(taps)
+            tables, _ = layers.apply_updates(updates, gradients)
+        return tables
+
+    cases.assert_equal(train(nn.jit(Tower)), train(Tower))
+
+
 def test_a_layer_that_changes_what_it_returns():
     """Its taps are those of the lookup that it calls."""
 
