@@ -201,6 +201,12 @@ JAXSOK_HOST_DEVICE float CbrtOf(float x) {
   return x < 0.0f ? -root : root;
 }
 
+/// Returns a number rounded to the dtype, infinity from `overflow` on; a stored row keeps its largest number there.
+template <typename Number>
+JAXSOK_HOST_DEVICE float Rounded(float x, float overflow) {
+  return fabsf(x) < overflow ? RowNumber<Number>::Widened(RowNumber<Number>::Nearest(x)) : x * INFINITY;
+}
+
 /// Returns the maximum: NaN if either is NaN, as in JAX. +0 is greater than -0, so that the order of the operands does
 /// not matter. On a GPU this is one instruction with the same meaning: with branches the interpreter's switch spills
 /// registers, and lifted Adam took 1.25 times as long.
@@ -244,8 +250,8 @@ JAXSOK_HOST_DEVICE float RowOpOf(float a, float b, float c) {
   if constexpr (kCode == kRowCbrt) return CbrtOf(a);
   if constexpr (kCode == kRowIsFinite) return IsFinite(a) ? 1.0f : 0.0f;
   if constexpr (kCode == kRowNot) return a != 0.0f ? 0.0f : 1.0f;
-  if constexpr (kCode == kRowToBfloat16) return RowNumber<BFloat16>::Widened(RowNumber<BFloat16>::Nearest(a));
-  if constexpr (kCode == kRowToFloat16) return RowNumber<Float16>::Widened(RowNumber<Float16>::Nearest(a));
+  if constexpr (kCode == kRowToBfloat16) return Rounded<BFloat16>(a, FloatOfBits(0x7f7f8000u));
+  if constexpr (kCode == kRowToFloat16) return Rounded<Float16>(a, 65520.0f);
   if constexpr (kCode == kRowAdd) return a + b;
   if constexpr (kCode == kRowSubtract) return a - b;
   if constexpr (kCode == kRowMultiply) return a * b;

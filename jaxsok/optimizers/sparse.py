@@ -19,14 +19,14 @@ from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 def _minimum(z: Array, scale: Array, l1: float, l2: float, l21: float) -> Array:
-    """Returns the row that a sum of gradients stands for; zeros at a scale of zero."""
-    kept = jnp.where(jnp.abs(z) > l1, l1 * jnp.sign(z) - z, 0.0)
+    """Returns the row that a sum of gradients stands for; zeros at a scale of zero. NaN stays NaN."""
+    kept = jnp.where(jnp.abs(z) <= l1, 0.0, l1 * jnp.sign(z) - z)
     if l21 > 0:
         length, threshold = norm(kept), l21 * math.sqrt(z.shape[-1])
-        factor = 1 - threshold / jnp.where(length > threshold, length, 1.0)
-        kept = jnp.where(length > threshold, kept * factor, 0.0)
+        factor = 1 - threshold / jnp.where(length <= threshold, 1.0, length)
+        kept = jnp.where(length <= threshold, 0.0, kept * factor)
     divisor = scale + 2 * l2
-    return jnp.where(divisor > 0, kept / jnp.where(divisor > 0, divisor, 1.0), 0.0)
+    return jnp.where(divisor <= 0, 0.0, kept / jnp.where(divisor <= 0, 1.0, divisor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +80,15 @@ class Ftrl(Limited):
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         gradient, row, (accumulator, z), _, (learning_rate, _) = inputs
-        moves = learning_rate != 0
-        rate = jnp.where(moves, learning_rate, 1.0)
+        stays = learning_rate <= 0
+        rate = jnp.where(stays, 1.0, learning_rate)
         more = accumulator + gradient * gradient
         power = self._power(more)
         pull = gradient if self.l2_shrinkage == 0 else gradient + 2 * self.l2_shrinkage * row
         new_z = z + pull - (power - self._power(accumulator)) / rate * row
         new_row = _minimum(new_z, (power + self.beta) / rate, self.l1, self.l2, self.l21)
-        states = jnp.where(moves, more, accumulator), jnp.where(moves, new_z, z)
-        return RowOutputs(jnp.where(moves, new_row, row), states)
+        states = jnp.where(stays, accumulator, more), jnp.where(stays, z, new_z)
+        return RowOutputs(jnp.where(stays, row, new_row), states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +149,14 @@ class GroupAdam(Limited):
         # The paper keeps z and adds m̂ - (q_t - q_{t-1}) * row. It is held_{t-1} - q_{t-1} * row before the step, so
         # keeping `held` gives the same without q_{t-1}, which a row last used in another step does not know.
         gradient, row, (m, v, held), _, (learning_rate, count) = inputs
-        moves = learning_rate != 0
+        stays = learning_rate <= 0
         m = average(m, gradient, self.b1)
         v = average(v, gradient * gradient, self.b2)
-        scale = (jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps) / jnp.where(moves, learning_rate, 1.0)
+        scale = (jnp.sqrt(v / bias_correction(count, self.b2)) + self.eps) / jnp.where(stays, 1.0, learning_rate)
         z = held + m / bias_correction(count, self.b1) - scale * row
         new_row = _minimum(z, scale, self.l1, self.l2, self.l21)
         new_held = z + scale * new_row
-        return RowOutputs(jnp.where(moves, new_row, row), (m, v, jnp.where(moves, new_held, held)))
+        return RowOutputs(jnp.where(stays, row, new_row), (m, v, jnp.where(stays, held, new_held)))
 
 
 ftrl = function_of(Ftrl)

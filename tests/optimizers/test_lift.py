@@ -802,6 +802,19 @@ def test_learning_rate_goes_to_injected_hyperparameters():
     assert [first, second, third, fourth] == [0.5, 0.125, 0.25, 0.5]
 
 
+def test_injected_numbers_are_those_of_the_declaration():
+    """A state that goes on with other numbers learns with these, as one that is restored does."""
+    before, after = (lift(optax.inject_hyperparams(optax.adam)(rate, b1=b1)) for rate, b1 in ((0.5, 0.9), (0.25, 0.0)))
+    _, state = before.advance(before.init_globals(DIM), 0, None, DIM)
+    globals_, kept = after.advance(state, 1, None, DIM)
+    assert None in after.global_names(DIM)
+    for i, name in enumerate(after.global_names(DIM)):
+        if name is None:
+            assert float(globals_[i]) == float(kept[i]) == float(after.init_globals(DIM)[i])
+        else:
+            assert int(globals_[i]) == 1 and int(kept[i]) == 2
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -415,6 +415,55 @@ def test_refused_learning_rates(name):
     assert hash(make(0.5)) == hash(make(0.5)) and make(0.5) != make(0.25)
 
 
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("result", "got"), [(np.ones(1), "float64[1]"), (None, "None"), (jnp.complex64(1), "complex64[]")])
+def test_refused_results_of_a_schedule(name, result, got):
+    """One that is no real scalar is named when the step is traced."""
+    optimizer = MAKERS[name](lambda step: result)
+    wanted = re.escape(f"optim.{name}: learning_rate: result of the schedule: got {got}")
+    with pytest.raises(TypeError, match=f"^{wanted}.*, wanted a scalar"):
+        optimizer.rate_at(0)
+
+
+@pytest.mark.parametrize("name", ["ftrl", "group_ftrl", "group_adam"])
+def test_a_schedule_that_gives_nan_is_noticed(name):
+    """Rows become NaN; only a rate of 0 or less leaves them as they are."""
+    for rate, moved in ((float("nan"), float("nan")), (0.0, 0.0), (-1.0, 0.0)):
+        optimizer = MAKERS[name](lambda step, rate=rate: jnp.float32(rate))
+        collection = programs.one_table(dim=DIM, optimizer=optimizer, initializer=jaxsok.initializers.zeros())
+        features = programs.batch(collection, user=np.array([1]))
+        _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
+        state, _ = programs.learn(collection, state, features)
+        np.testing.assert_array_equal(programs.rows_of(collection, state)[1], np.full(DIM, moved, np.float32))
+
+
+class NoDataclass(jaxsok.optim.Optimizer):
+    """An optimizer with a number that is no field: two with other numbers would be equal."""
+
+    name = "no_dataclass"
+
+    def __init__(self, scale):
+        super().__init__(0.1)
+        object.__setattr__(self, "scale", scale)
+
+    def state_specs(self, dim):
+        return ()
+
+    def hyper(self, step, learning_rate):
+        return (learning_rate,)
+
+    def step_row(self, inputs):
+        return jaxsok.optim.RowOutputs(inputs.row - self.scale * inputs.gradient, ())
+
+
+def test_a_number_that_is_no_field_is_refused():
+    """Else its step would be that of the first one with an equal learning rate."""
+    assert NoDataclass(1.0) == NoDataclass(100.0)
+    wanted = r"optimizer: got NoDataclass with attributes that are no fields, \['scale'\]"
+    with pytest.raises(TypeError, match=wanted):
+        jaxsok.TableSpec("item", DIM, NoDataclass(100.0), capacity=16)
+
+
 @pytest.mark.parametrize("name", ["sgd", "rmsprop"])
 def test_nesterov_needs_momentum(name):
     """Nesterov without momentum is refused."""

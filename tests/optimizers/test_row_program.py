@@ -240,6 +240,18 @@ def halves(x):
     )
 
 
+def overflows(x):
+    g, row, (a, b, c), _, _ = x
+    wide = jnp.float32
+    ends = jnp.where(g > 0, 3.3961776e38, 3.3961773e38)  # the least that bfloat16 rounds to infinity, and the one below
+    return (
+        (g * 65520.0).astype(jnp.float16).astype(wide),
+        (g * 3.4e38).astype(jnp.bfloat16).astype(wide),
+        (jnp.sign(g) * ends).astype(jnp.bfloat16).astype(wide),
+        c,
+    )
+
+
 FUNCTIONS = (
     sums,
     products,
@@ -254,6 +266,7 @@ FUNCTIONS = (
     constants,
     nest_calls,
     halves,
+    overflows,
 )
 
 
