@@ -481,7 +481,7 @@ class Pipeline:
         batches, states, _ = zip(*self._taken[:num_batches], strict=True)
         batch = batches[0] if self._steps_per_call == 1 else _stack(self._collection.shards, batches)
         number = self._num_dispatched + num_batches
-        sizes = self._sizes_of(batch.features, f"batch {number}, in a call of {num_batches}")
+        sizes = self._sizes_of(batch.features, number, num_batches)
         leaves, structure = jax.tree.flatten(batch.features)
         structure = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
         rest = self._taken[num_batches:]
@@ -535,13 +535,13 @@ class Pipeline:
         self._taken, self._packed = (*self._taken, (batch, state, form)), self._packed[1:]
         return True
 
-    def _sizes_of(self, features: Features, what: str) -> _Sizes:
+    def _sizes_of(self, features: Features, number: int, num_batches: int) -> _Sizes:
         layouts = tuple(part.layouts for part in features.stores)
-        is_shared = self._collection.shards.num_processes > 1
-        # Of several layouts, another process may have another one.
-        if is_shared and (layouts not in self._layouts_met or len(self._layouts_met) > 1):
+        # Of several layouts, another process may have another one, and a shorter call where this one's is short.
+        is_short = num_batches < self._steps_per_call
+        if is_short or layouts not in self._layouts_met or len(self._layouts_met) > 1:
             parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
-            self._meet(f"{what}, with (bags, keys) {parts} for a shard")
+            self._meet(f"batch {number}, in a call of {num_batches}, with (bags, keys) {parts} for a shard")
             self._layouts_met.add(layouts)
         if layouts != self._sizes.layouts:
             pairs = list(zip(self._collection.stores, features.stores, strict=True))

@@ -160,7 +160,9 @@ def test_a_state_of_another_dim(two_features):
 
 
 @pytest.mark.parametrize("memory", [None, jaxsok.HostMemory(8)], ids=["device", "host"])
-@pytest.mark.parametrize(("declared", "cast"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("declared", "cast"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+)
 def test_a_state_that_was_cast(declared, cast, memory):
     """As the parameters of a model are, all at once."""
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.adagrad(0.1), capacity=16, dtype=declared, memory=memory)]

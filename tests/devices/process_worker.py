@@ -306,12 +306,19 @@ def uneven(mesh, job, number):
         embeddings, state, plan = collection.lookup(state, plan)
         return collection.update(state, plan, embeddings)[0]
 
-    step = jax.jit(train_on, donate_argnums=0)
-    state, sizes = collection.init(seed=0), [8, 8, 8, 8]
+    def train_on_all(state, plans):
+        return jax.lax.scan(lambda state, plan: (train_on(state, plan), None), state, plans)[0]
+
+    num_at_once = 3 if job == "uneven calls" else 1
+    step = jax.jit(train_on if num_at_once == 1 else train_on_all, donate_argnums=0)
+    state, sizes = collection.init(seed=0), [8] * (5 if job == "uneven calls" else 4)
     if number == 1:
-        sizes = {"uneven batches": sizes[:3], "uneven failure alone": sizes[:2], "uneven samples": [*sizes[:3], 4]}.get(
-            job, sizes
-        )
+        sizes = {
+            "uneven batches": sizes[:3],
+            "uneven calls": sizes[:4],
+            "uneven failure alone": sizes[:2],
+            "uneven samples": [*sizes[:3], 4],
+        }.get(job, sizes)
     if job == "uneven later":
         sizes = [8, 4, 8 >> number, 8]
 
@@ -323,7 +330,7 @@ def uneven(mesh, job, number):
 
     num_steps = 0
     try:
-        for _, plan in collection.pipeline(read()):
+        for _, plan in collection.pipeline(read(), steps_per_call=num_at_once):
             state = step(state, plan)
             num_steps += 1
     finally:

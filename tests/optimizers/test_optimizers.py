@@ -416,7 +416,9 @@ def test_refused_learning_rates(name):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("result", "got"), [(np.ones(1), "float64[1]"), (None, "None"), (jnp.complex64(1), "complex64[]")])
+@pytest.mark.parametrize(
+    ("result", "got"), [(np.ones(1), "float64[1]"), (None, "None"), (jnp.complex64(1), "complex64[]")]
+)
 def test_refused_results_of_a_schedule(name, result, got):
     """One that is no real scalar is named when the step is traced."""
     optimizer = MAKERS[name](lambda step: result)
