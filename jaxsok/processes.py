@@ -144,8 +144,8 @@ def meet(op: str, what: str, failure: BaseException | None = None) -> ValueError
         if other != what and not other.startswith(f"{what}, but "):
             raise ValueError(
                 f"{op}: batches: got {own_text} in process {own} and {other} in process {process}, wanted the same in "
-                f"all {jax.process_count()}; give them as many batches, of as many samples (pad_to), with entries of the "
-                "same dtypes."
+                f"all {jax.process_count()}; give them as many batches, of as many samples (pad_to), "
+                "with entries of the same dtypes."
             )
         error = ValueError(f"{op}: batches: got {own_text} in process {own}, but {other} in process {process}.")
     return error
@@ -160,7 +160,8 @@ def _tell_of_meeting(op: str, what: str, failure: BaseException | None, process:
         if failure is None:
             rest = (
                 f"and waits for process {process} to have the same. If that goes on with other data, both wait for "
-                "ever: give all processes as many batches, of as many samples (pad_to), with entries of the same dtypes."
+                "ever: give all processes as many batches, of as many samples (pad_to), with entries of the same "
+                "dtypes."
             )
         _log.log(logging.ERROR if failure else logging.WARNING, "%s: this process has %s, %s", op, what, rest)
     if failure is not None and num_late == END_POLLS:

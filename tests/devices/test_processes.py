@@ -400,7 +400,7 @@ def test_other_numbers_of_batches_or_samples_are_not_silent(job, tmp_path):
     ("job", "got"), [("uneven later", "batch 3, in a call of 1"), ("uneven calls", "batch [45], in a call of [12]")]
 )
 def test_calls_that_may_differ_are_compared(job, got, tmp_path):
-    """Batches of two sizes that both know would train with a loss of each one's own, short calls wait for each other."""
+    """Batches of two sizes that both know would train with a loss of their own; short calls wait for each other."""
     codes = wait_for_end(start(job, tmp_path, 2, 2), tmp_path, timeout_s=120)
     texts = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
     wanted = f"ValueError: pipeline: batches: got {got}, with"

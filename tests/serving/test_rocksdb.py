@@ -136,6 +136,25 @@ def test_a_folder_is_let_go_when_the_calls_that_run_have_ended(tmp_path, caplog)
     assert not caplog.records
 
 
+def test_a_folder_is_let_go_where_tables_cannot_be_closed(tmp_path, monkeypatch, caplog):
+    """As after a disk was full: each table's last rows cannot be written to a file then."""
+    keys = np.arange(50, dtype=np.uint64)
+    content, database = dict(zip(keys.tolist(), rows_for(keys, 4), strict=True)), rocks_at(tmp_path)
+    DatabaseRows([database], "dlrm", [USER]).insert("user", keys, rows_for(keys, 4))
+
+    class Failing:
+        def close(self):
+            raise OSError("No space left on device")
+
+    for name in list(database._columns):
+        database._columns[name].close()
+        database._columns[name] = Failing()
+    database.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(database._columns)
+    with contextlib.closing(rocks_at(tmp_path)) as again:
+        check(DatabaseRows([again], "dlrm", [USER]), "user", keys, content)
+
+
 def test_more_rows_than_there_is_memory_for(tmp_path):
     """A process with memory for only a part of its table writes it, reads it, and scans it."""
     code = """

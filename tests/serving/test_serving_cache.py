@@ -784,6 +784,20 @@ def test_a_source_that_gives_something_else(monkeypatch, dtype, found, got):
         cache.lookup({"a": keys_of(1)})
 
 
+def test_a_source_whose_scan_gives_rows_of_another_width(monkeypatch):
+    """A fill with them is refused before it reaches the cache, which goes on answering."""
+    source = DictSource(rows_of(3))
+    with DeviceCache(source, fraction=0.5, min_rows=1) as cache:
+        num_rows = cache.fill()
+        wide = [Records(np.array(KEYS, np.uint64), np.zeros((len(KEYS), 99), np.float32))]
+        with monkeypatch.context() as patched:
+            patched.setattr(source, "scan", lambda name, chunk_rows: iter(wide))
+            with pytest.raises(ValueError, match=r'DictSource.scan: table ".": rows: got shape \[\d+, 99\], wanted'):
+                cache.fill()
+        assert cache.fill() == 0 and sum(map(len, cache.cached_keys().values())) == num_rows
+        np.testing.assert_array_equal(cache.lookup({"b": [7]}).rows["b"], [row_of(3, "b", 7)])
+
+
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [

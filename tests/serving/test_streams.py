@@ -24,6 +24,7 @@ from waiting import free_port, wait_until
 
 from jaxsok import checkpoint, serving
 from jaxsok.serving import streams
+from jaxsok.serving.databases import DatabaseRows
 from jaxsok.serving.errors import ConfigError, DatabaseError, ServingError, StreamFullError
 from jaxsok.serving.http.metrics import Metrics
 
@@ -244,6 +245,35 @@ def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatc
         patch.undo()
         training.publisher.publish(training.last)
         wait_until(lambda: serves(session, training))
+
+
+def test_versions_that_failed_in_a_database_come_when_it_works_again(url, tmp_path, monkeypatch, caplog):
+    """Those that were applied together are tried so again: alone, the first is refused until the update is done."""
+    training = Training(tmp_path, url)
+    training.publish()
+    training.publish(keys=range(5, 15))
+    insert, num_left = DatabaseRows.insert, 3
+
+    def fail(self, name, keys, rows):
+        nonlocal num_left
+        insert(self, name, keys, rows)
+        if (rows >= 1000).any() and num_left:  # of a version after the first
+            num_left -= 1
+            raise DatabaseError("the database is away")
+
+    monkeypatch.setattr(DatabaseRows, "insert", fail)
+    options = {
+        "volatile_db": {"type": "disabled"},
+        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rows")},
+    }
+    with serving.open(config(url, training, gpucache=False) | options, warm_up=False) as session:
+        wait_until(lambda: serves(session, training))
+        training.publish(keys=[3])
+        wait_until(lambda: serves(session, training))
+        wait_until(lambda: session.stats()["is_following"])
+    assert num_left == 0
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "the database is away" in text]) == 1, messages
 
 
 @pytest.mark.parametrize("keeps", [True, False])

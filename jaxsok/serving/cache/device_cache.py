@@ -7,20 +7,20 @@ has are not cached: they would push real rows out, and a newer version may have 
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsok import checks, keys as keys_lib
-from jaxsok.records import hottest_rows
+from jaxsok.records import Records, hottest_rows
 from jaxsok.serving.backing import RowSource, fetch_lines, join_lines, round_rows
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stores import Batch, Counter, DeviceStores
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
 from jaxsok.shards import view_on_host
 from jaxsok.store import num_buckets_of
@@ -184,11 +184,12 @@ class DeviceCache:
     def fill(self) -> int:
         """Fills each table's share before the first lookup; returns the number of rows.
 
+        ValueError: the source gives rows of another width than its table's.
         Takes the first rows, or the hottest of all if the source knows frequencies. Host memory: twice a table's share.
         """
         epoch, num_before = self.stores.epoch, self.stats().inserted
         for name, share in self._shares.items():
-            table, hottest = epoch.source.tables[name], hottest_rows(epoch.source.scan(name, ROWS_AT_A_TIME), share)
+            table, hottest = epoch.source.tables[name], hottest_rows(_scan(epoch.source, name), share)
             chunks = list(slices(hottest.num_rows, ROWS_AT_A_TIME))
             for chunk in reversed(chunks):  # the hottest rows come last: they count as the most recent
                 keys = hottest.keys[chunk]
@@ -300,6 +301,12 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
+
+
+def _scan(source: RowSource, name: str) -> Iterator[Records]:
+    for records in source.scan(name, ROWS_AT_A_TIME):
+        check_records(f"{type(source).__name__}.scan", source.tables[name], records)
+        yield records
 
 
 def _capacities(spec: FrozenSpec, num_rows: Mapping[str, int]) -> list[int]:

@@ -15,7 +15,7 @@ WRONG = object()  # what `Kind.parse` gives for a value of another kind
 SECRETS = ("password", "brokers")  # keys whose values are never shown: a URL may have a password
 REQUIRED = object()  # the default of a key without one
 HPS_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")  # of a model, and of a table in a database
-URL_OF_REDIS = 'a URL, as "redis://10.0.0.1:6379", with /, ?, # and @ of a password as %2F, %3F, %23 and %40'
+URL_OF_REDIS = 'a URL, as "redis://10.0.0.1:6379", with a password as urllib.parse.quote(password, safe="") writes it'
 _INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 
 

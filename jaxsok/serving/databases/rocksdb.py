@@ -121,11 +121,11 @@ class RocksDatabase(Database):
                 return has_ended
             self._is_closed = True
             self._changed.wait_for(lambda: not self._num_running)
-        try:
-            for opened in (*self._columns.values(), self._database):  # others may still refer to them
+        for opened in (*self._columns.values(), self._database):  # others may still refer to them
+            try:
                 opened.close()
-        except Exception as error:  # what was written is on the disk
-            _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
+            except Exception as error:  # what was written is on the disk
+                _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
         self._folder_of_log.close()
         return has_ended
 
@@ -142,7 +142,7 @@ class RocksDatabase(Database):
         except Exception as error:  # rocksdict raises no other kind
             raise DatabaseError(
                 f'persistent_db: path: got an error of RocksDB at "{self._path}" ({error}), wanted a folder that no '
-                "other process has open to write, and space on its disk."
+                "other process has open to write, and space on its disk; after a full disk open it again."
             ) from error
         finally:
             with self._changed:
