@@ -77,7 +77,7 @@ def from_kjt(
     """
     names = [feature if isinstance(feature, str) else feature.name for feature in features]
     keys_lib.require_unmasked("from_kjt", {"values": values, "lengths": lengths, "weights": weights})
-    values, lengths = np.asarray(values), np.asarray(lengths)
+    values, lengths = keys_lib.as_array(values, "from_kjt"), np.asarray(lengths)
     weights = None if weights is None else np.asarray(weights)
     if not np.issubdtype(lengths.dtype, np.integer):
         raise TypeError(f"from_kjt: lengths: got {lengths.dtype}{list(lengths.shape)}, wanted integers.")
@@ -126,7 +126,9 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
     """
     what = "safe_bags"
     checks.one_of(f"{what}: combiner", combiner, tuple(COMBINERS))
-    bags = bags_of(_convert_feature(FeatureSpec("ids", table="ids"), ids, what))
+    matrix = bags_of(ids).keys
+    is_weighted = _is_bcoo(matrix) and not np.isin(np.asarray(matrix.data), (0, 1)).all()
+    bags = bags_of(_convert_feature(FeatureSpec("ids", table="ids", weighted=is_weighted), ids, what))
     words = keys_lib.words_of(bags.keys, "int64", what)
     keys = keys_lib.from_words(words)
     offsets = np.arange(keys.shape[0] + 1) * (keys.size // max(1, keys.shape[0]))
@@ -404,7 +406,10 @@ def _to_pyarrow(value: Any, what: str, name: str) -> Any:
             "a column of integers without nulls is taken, or NumPy."
         ) from error
     if not isinstance(value, (pa.Array, pa.ChunkedArray)):
-        value = pa.chunked_array(value) if hasattr(value, "__arrow_c_stream__") else pa.array(value)
+        try:
+            value = pa.chunked_array(value) if hasattr(value, "__arrow_c_stream__") else pa.array(value)
+        except pa.ArrowException as error:
+            raise TypeError(f"{what}: {name}: got a column that Arrow does not read ({error}).") from error
     if isinstance(value, pa.Array):
         return value
     return value.chunk(0) if value.num_chunks == 1 else value.combine_chunks()

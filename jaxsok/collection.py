@@ -224,8 +224,8 @@ class Collection:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
             `tf.SparseTensor`), a `tf.RaggedTensor`, a column of integers or of lists of them (Arrow, Polars), a
             `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
-            (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a row per sample too. Pass an array that is no
-            data of samples in a tuple.
+            (`batch["label"]`); an array that is a column, `[n]` or `[n, 1]`, must have a row per sample too. Pass
+            an array that is no data of samples in a tuple. Lists and Arrow columns are neither checked nor padded.
           pad_to: adds samples without keys until there are so many: for the last batch of a log. "auto": until they can
             be split over the shards. `batch.mask` marks the real ones.
 

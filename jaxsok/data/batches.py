@@ -6,6 +6,8 @@ iterator is a number, and training can go on with another number of processes.
 """
 
 import functools
+import itertools
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,19 +85,17 @@ class Batches(grain.MapDataset):
         process_count: int | None = None,
     ):
         super().__init__()
-        self._source, self._seed = source, seed
+        self._source = source
         self._first, last, _ = slice(start, stop).indices(len(source))
         count = jax.process_count() if process_count is None else process_count
         index = jax.process_index() if process_index is None else process_index
         streams = (1 if seed is None else count) if num_streams is None else num_streams
         counts = {"batch_size": batch_size, "shuffle_batches": shuffle_batches, "num_streams": streams}
-        for name, value in (counts | {"process_count": count}).items():
-            checks.integer(f"Batches: {name}", value, 1)
-        self.form = counts | {"seed": seed}
-        """A state of an iterator holds for batches of this form alone, in any number of processes."""
+        counts = {name: checks.integer(f"Batches: {name}", value, 1) for name, value in counts.items()}
+        batch_size, shuffle_batches, streams = counts.values()
+        checks.integer("Batches: process_count", count, 1)
         checks.integer("Batches: process_index", index, 0, count - 1)
-        if seed is not None:
-            checks.integer("Batches: seed", seed, 0)
+        self._seed = None if seed is None else checks.integer("Batches: seed", seed, 0)
         # A process reads whole streams, or a part of one.
         if batch_size % streams or batch_size % count or (streams % count and count % streams):
             raise ValueError(
@@ -119,6 +119,10 @@ class Batches(grain.MapDataset):
         self._window = shuffle_batches * self._of_stream
         self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
         self._sizes = np.diff(np.append(self._starts, last))
+        of_source = {"start": self._first, "num_samples": num_samples, "drop_remainder": drop_remainder}
+        of_source["blocks"] = zlib.crc32(self._sizes.astype("<i8").tobytes())
+        self.form = counts | {"seed": self._seed} | of_source
+        """A state of an iterator holds for batches of this form alone, in any number of processes."""
         at_once = self._of_stream * max(NUM_AHEAD, shuffle_batches if seed is not None else 0)
         most = int(np.ceil(at_once / self._sizes.mean())) + 1
         source.keep(2 * most * len(self._parts))
@@ -216,10 +220,12 @@ class _ReadAgain(grain.DatasetIterator):
 
     def set_state(self, state: Any) -> None:
         left = dict(state)
-        if (forms := left.pop("batches", self._forms)) != self._forms:
+        forms = left.pop("batches", self._forms)
+        pairs = itertools.zip_longest(forms, self._forms, fillvalue={})
+        if any({**own, **form} != own for form, own in pairs):  # an older state says less
             raise ValueError(
                 f"iterate: state: got one of batches {forms}, wanted {self._forms}; make Batches as they were: "
-                "num_streams is the number of processes unless it is given."
+                "num_streams is the number of processes unless it is given, and stop keeps new samples out."
             )
         self._read.set_state(left)
 

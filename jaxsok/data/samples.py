@@ -225,8 +225,12 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
         paths, base = _paths_of(data)
         if all(path.endswith((".arrow", ".feather", ".ipc")) for path in paths):
             return _ipc_pieces(paths)
-        if "://" in paths[0]:  # Arrow finds the file system
-            data = pa.dataset.dataset(paths[0] if len(paths) == 1 else paths, partitioning="hive")
+        if "://" in paths[0]:
+            import pyarrow.fs
+
+            systems, paths = zip(*map(pa.fs.FileSystem.from_uri, paths), strict=True)
+            found = paths[0] if len(paths) == 1 else [*paths]
+            data = pa.dataset.dataset(found, filesystem=systems[0], partitioning="hive")
         else:
             data = _dataset_below(base, paths)
     pieces = []
@@ -315,6 +319,11 @@ def _paths_of(data: Any) -> tuple[list[str], str]:
     bases = []
     for path in map(os.fspath, given):
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        if is_pattern and "://" in path:
+            raise ValueError(
+                f"ArrowSource: data: got the pattern {path!r}, wanted patterns of local paths alone; elsewhere give "
+                "the folder, or a pyarrow.dataset."
+            )
         found = sorted(glob.glob(path)) if is_pattern else [path]
         if not found:
             raise FileNotFoundError(f"ArrowSource: data: got {path!r}, where there is no file.")
@@ -332,7 +341,8 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        # Texts are refused below for their type; Arrow decodes not all of them.
+        column = column.dictionary_decode() if pa.types.is_primitive(column.type.value_type) else column.dictionary
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.uint8())
     kind = column.type

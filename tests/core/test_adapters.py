@@ -556,6 +556,13 @@ def test_jagged_keys_of_all_features():
         )
 
 
+def test_jagged_keys_of_empty_lists():
+    """Samples without keys, whose list says no type."""
+    collection = programs.one_table()
+    bags = jaxsok.from_kjt([], [0, 0], [collection.features[0].name])
+    assert [each.keys.dtype.kind for each in bags.values()] == ["i"]
+
+
 def test_jagged_keys_of_torch():
     """Tensors on the host are read in place."""
     torch = pytest.importorskip("torch")

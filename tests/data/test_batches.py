@@ -314,6 +314,33 @@ def test_a_state_leads_to_the_next_batch(stops, threads):
     assert places(iterator) == wanted[reached:]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"stop": 90}, {"start": 8, "stop": 100}, {"source": numbers(100, 9)}, {"source": numbers(108, 7)}],
+    ids=["stop", "start", "blocks", "samples"],
+)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_state_of_other_samples_is_refused(options, seed):
+    """Its number would be that of other samples: some would be read twice, and others never."""
+    source = options.get("source", numbers(100, 7))
+    limits = {name: value for name, value in options.items() if name != "source"}
+    iterator = iterate(read_in_one_process(source, 8, seed=seed, **limits))
+    state = iterate(read_in_one_process(numbers(100, 7), 8, seed=seed)).get_state()
+    with pytest.raises(ValueError, match=r"iterate: state: got one of batches .*; make Batches as they were"):
+        iterator.set_state(state)
+    iterate(read_in_one_process(numbers(112, 7), 8, seed=seed, stop=100)).set_state(state)  # files behind the others
+    older = {name: state["batches"][0][name] for name in ("batch_size", "shuffle_batches", "num_streams", "seed")}
+    iterator.set_state({**state, "batches": [older]})
+
+
+def test_the_state_of_numpy_options_is_json():
+    """As that of Python's numbers."""
+    options = {"shuffle_batches": np.int32(4), "seed": np.int64(3), "start": np.int64(1), "stop": np.int64(90)}
+    state = iterate(Batches(numbers(100), np.int64(8), **options, process_index=0, process_count=1)).get_state()
+    plain = {name: int(value) for name, value in options.items()}
+    assert json.loads(json.dumps(state)) == iterate(read_in_one_process(numbers(100), 8, **plain)).get_state()
+
+
 def test_going_on_with_other_processes():
     """The streams stay the same, so two processes continue where one stopped."""
     options = {"seed": 2, "num_streams": 4}

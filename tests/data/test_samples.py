@@ -120,6 +120,10 @@ SOURCES = {
     "table": lambda folder: ArrowSource(pa.concat_tables([_table(slice(0, 31)), _table(slice(31, 60))])),
     "parquet folder": lambda folder: ArrowSource(_parquet(folder / "files")),
     "parquet pattern": lambda folder: ArrowSource(_parquet(folder / "files") + "/*.parquet"),
+    "uri": lambda folder: ArrowSource(f"file://{_parquet(folder / 'files')}"),
+    "uris": lambda folder: ArrowSource(
+        [f"file://{path}" for path in sorted(pathlib.Path(_parquet(folder / "files")).glob("*.parquet"))]
+    ),
     "dataset": lambda folder: ArrowSource(pa.dataset.dataset(_parquet(folder / "files"))),
     "feather": lambda folder: ArrowSource(_ipc(folder / "a.feather")),
     "compressed ipc": lambda folder: ArrowSource(
@@ -522,6 +526,21 @@ def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
         with pytest.raises(error, match=f'ArrowSource: column "bad": .*{message}'):
             source.take(slice(0, 2))
         assert ArrowSource(given, columns=["user"]).take(slice(0, 2))["user"].tolist() == [1, 2]
+
+
+def test_a_categorical_column_of_polars_is_refused_by_name():
+    """Arrow cannot decode its texts."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(["a", "b"], pa.string_view()))
+    with pytest.raises(TypeError, match='ArrowSource: column "bad": keys: got an Arrow column of string_view'):
+        ArrowSource(pa.table({"bad": column})).take(slice(0, 2))
+
+
+def test_a_pattern_of_uris_is_refused(tmp_path):
+    """Patterns are of local paths."""
+    with pytest.raises(
+        ValueError, match=r"ArrowSource: data: got the pattern 'file://.*wanted patterns of local paths"
+    ):
+        ArrowSource(f"file://{tmp_path}/*.parquet")
 
 
 def test_tables_without_rows_have_columns(tmp_path):

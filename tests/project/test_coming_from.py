@@ -189,6 +189,13 @@ def test_safe_bags_of_other_forms_and_what_it_refuses():
     assert (square.keys.tolist(), square.lengths.tolist()) == ([7, 2**63 + 1], [1, 1])
     padded = jaxsok.safe_bags(jaxsok.Bags(np.array([3, -2, 4, -1]), offsets=np.array([0, 1, 3])))
     assert (padded.keys.tolist(), padded.lengths.tolist()) == ([3, 4], [1, 1])
+    from jax.experimental import sparse
+
+    weights = np.float32([[0, 2.0, 0], [-1.0, 0, 1.0]])
+    of_matrix = jaxsok.safe_bags(sparse.BCOO.fromdense(weights))
+    assert (of_matrix.keys.tolist(), of_matrix.lengths.tolist()) == ([1, 2], [1, 1])
+    assert of_matrix.weights.tolist() == [2.0, 1.0]
+    assert jaxsok.safe_bags(sparse.BCOO.fromdense(np.float32(weights > 0))).weights is None
     with pytest.raises(ValueError, match=r"safe_bags: weights: got shape \[1\], wanted that of the keys, \[2\]"):
         jaxsok.safe_bags(jaxsok.Bags(np.array([1, 2]), weights=np.ones(1, np.float32)))
     with pytest.raises(ValueError, match="safe_bags: combiner: got 'max', wanted one of"):

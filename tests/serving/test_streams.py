@@ -529,6 +529,11 @@ def test_deltas_become_one_version(tmp_path):
                 session.update(links[::2])
             with pytest.raises(ServingError, match="got no folders"):
                 session.update([])
+            for empty in ("", [links[0], ""], {"user": ""}):
+                with pytest.raises(ServingError, match='update: source: got "", wanted a folder'):
+                    session.update(empty)
+            with pytest.raises(ServingError, match="update: source: got None without a dense_file"):
+                session.update(None)
             assert session.update(links) == 2
             assert serves(session, training)
             assert session.models["dlrm"].num_rows == {name: len(mine) for name, mine in training.content.items()}

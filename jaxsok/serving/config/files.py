@@ -361,8 +361,6 @@ class _Reader:
             if "embedding_cache_type" in given and kind != "static":
                 self.note_no_effect(at, kind, "use_static_table makes it static, as in HPS")
             values["embedding_cache_type"] = kind = "static"
-        if kind == "stochastic":
-            self.refuse(at, kind, '"dynamic", "static" or "uvm"', "HPS has disabled it, too: take dynamic")
         if kind == "dynamic" and values["gpucache"] and values["gpucacheper"] == 0.0:
             at, remedy = f"{path}.gpucacheper", "set gpucache to false to read all rows from host memory"
             self.refuse(at, given.get("gpucacheper"), "a number above 0 for a dynamic cache", remedy)

@@ -224,6 +224,8 @@ class Served:
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
         dense_model = None
+        if source is None and dense_file is None:
+            raise errors.ServingError("update: source: got None without a dense_file, wanted at least one of the two.")
         if dense_file is not None:
             tables = self.versions.current.tables.tables
             dense_model = load_dense_model("update", self.config, dense_file, tables, self.devices[0]), str(dense_file)

@@ -413,13 +413,16 @@ class _Write:
 def open_update(model: str, source: Source, version: Version, key_bits: KeyBits) -> dict[str, TableSource]:
     """Opens and checks an update by table: a folder, folders in order, or by table, that comes after a version."""
     tables, op = version.tables.tables, "update"
+    is_list = isinstance(source, Sequence) and not isinstance(source, str)
+    if "" in (source.values() if isinstance(source, Mapping) else source if is_list else [source]):
+        raise ServingError(f'{op}: source: got "", wanted a folder.')  # pathlib takes it for the working directory
     if isinstance(source, Mapping):
         if not source:
             raise ServingError(f"{op}: source: got no tables, wanted a folder for at least one.")
         for name in source:
             require_table(op, name, tables, f'model "{model}"')
         opened = {name: folders.open_either(op, path, tables[name], key_bits) for name, path in source.items()}
-    elif isinstance(source, Sequence) and not isinstance(source, str):
+    elif is_list:
         opened = folders.open_links(op, model, source, tables, key_bits)
     else:
         opened = folders.open_all(op, model, pathlib.Path(source), tables, key_bits)
