@@ -74,6 +74,7 @@ class Model:
     max_keys: dict = dataclasses.field(default_factory=lambda: dict(MAX_KEYS))
     key_bits: int = 64
     exports: dict = dataclasses.field(default_factory=dict)
+    opened: dict = dataclasses.field(default_factory=dict)
 
 
 class Answer(dict):

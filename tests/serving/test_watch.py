@@ -290,6 +290,30 @@ def test_the_export_that_is_served_already_is_not_applied_again(tmp_path):
         assert watcher.look() == 0 and seen[3:] == ["applied", "skipped"]
 
 
+def test_what_the_deltas_rest_on_that_a_server_was_opened_with_is_not_applied(tmp_path):
+    """It would turn back; a copy of it that comes later does so."""
+    trained, folder, path = Trained({"user": 2}), tmp_path / "watched", None
+    for number in range(5):
+        trained.set("user", rows_of([number], 2, number))
+        path = trained.delta(folder / str(number), path) if number else trained.full(folder / "0")
+    shutil.move(folder / "4", tmp_path / "4")
+    with serving.open(config_of(model_of({"user": (folder / "3", 2)})), warm_up=False) as session:
+        seen = []
+        watcher = watch.Watcher(session, folder, observe=lambda model, result: seen.append(result), interval_s=0.01)
+        watcher.start()
+        watcher.has_looked.wait()
+        assert seen == ["skipped"] * 4 and session.stats()["version"] == 1
+        shutil.move(tmp_path / "4", folder / "4")
+        wait_until(lambda: seen[4:] == ["applied"])
+        keys = {"user": np.arange(5)}
+        np.testing.assert_array_equal(session.lookup(keys)["user"], [rows_of([key], 2, key)[key] for key in range(5)])
+        shutil.copytree(folder / "0", tmp_path / "copy")
+        shutil.move(tmp_path / "copy", folder / "5")
+        wait_until(lambda: seen[5:] == ["applied"])
+        assert (session.lookup(keys)["user"][1:] != rows_of([1], 2, 1)[1]).all()
+        watcher.close()
+
+
 def test_a_name_that_was_taken_away_may_come_back(tmp_path):
     """Its new content is applied, unless a later folder was since."""
     session, watcher, seen = opened(tmp_path)

@@ -147,9 +147,12 @@ class Watcher(Repeated):
         if self.is_stopping() or time.monotonic() - failed_at < RETRY_S:
             return False
         needed = lacking = self._find_lacking(model, export)
-        if export.kind == "full" and export.uuid is not None:  # of a dense model nothing says where it comes from
-            held = self._session.models[model].exports
-            needed = frozenset(part for part in lacking if part is None or held.get(part) != export.uuid)
+        if export.uuid is not None:  # of a dense model nothing says where it comes from
+            held = self._session.models[model]
+            last = held.exports if export.kind == "full" else {}
+            older = {} if self.has_looked.is_set() else held.opened  # a copy that comes later is to turn back
+            known = {part: (last.get(part), *older.get(part, ())) for part in lacking - {None}}
+            needed = frozenset(part for part in lacking if part is None or export.uuid not in known[part])
         if not needed:
             _log.info("watch: %s is what model %s holds already; it is skipped", path, model)
             self._note(model, export, lacking, "skipped")

@@ -71,6 +71,8 @@ class Model:
     version: int
     exports: Mapping[str, str | None]
     """The `uuid` of the export that each table holds; None: no delta can follow what it holds."""
+    opened: Mapping[str, Sequence[str]]
+    """The `uuid`s of the exports, up to this one, with which each table was opened; none after an update."""
 
 
 class Served:
@@ -134,6 +136,7 @@ class Served:
             outputs=None if version.served is None else version.served.outputs,
             version=version.number,
             exports=version.uuids,
+            opened=version.opened,
         )
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:

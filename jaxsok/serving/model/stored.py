@@ -52,7 +52,7 @@ class StoredVersions(AnyVersions):
         first = Version.first(model, given, served, [no_arrays])
         self.current = dataclasses.replace(first, stored=stored, stored_rows=num_rows)
         if len(there) > sum(rows is not None for rows in (volatile, persistent)):  # a database may have other rows
-            self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids))
+            self.current = dataclasses.replace(self.current, uuids=dict.fromkeys(self.current.uuids), opened={})
 
     def _check(self, source: Source | None, in_place: InPlace) -> None:
         if in_place is False:

@@ -43,6 +43,7 @@ class Version:
     is_split: bool  # whether each part has the keys that it owns; otherwise all have all rows, and the same maps
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
+    opened: Mapping[str, Sequence[str]]  # by table, the exports up to that it was opened with; none after an update
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
@@ -67,8 +68,10 @@ class Version:
         """Makes the first version, of the files of a configuration."""
         opened = {table.name: source for table, source in given}
         unknowns = {name: source.unknown for name, source in opened.items()}
-        before = cls(number=0, parts=tuple(parts), is_split=config.is_split, files={}, uuids={}, unknowns=unknowns)
-        return before.make_next(opened, (served, str(config.dense_file or "")))
+        none: dict[str, Any] = {"files": {}, "uuids": {}, "opened": {}}
+        before = cls(number=0, parts=tuple(parts), is_split=config.is_split, unknowns=unknowns, **none)
+        made = before.make_next(opened, (served, str(config.dense_file or "")))
+        return dataclasses.replace(made, opened={name: source.links for name, source in opened.items()})
 
     def make_next(self, opened: Mapping[str, TableSource], dense_model: tuple[Any, str] | None) -> "Version":
         """Makes the next version of an update: of some tables, and of a dense model and its file."""
@@ -78,6 +81,7 @@ class Version:
             number=self.number + 1,
             files={**self.files, **{name: str(found.path) for name, found in opened.items()}},
             uuids={**self.uuids, **{name: found.uuid for name, found in opened.items()}},
+            opened={},
             served=served,
             dense_file=dense_file,
         )
