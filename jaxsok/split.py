@@ -58,8 +58,8 @@ def split_rest(
     numbers = shards.local()
     keys_lib.require_unmasked("batch", rest)
     if num_samples is not None:
-        rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
-    return rest, None if mask is None else _split_rest(mask, mask.shape[0], numbers, shards)
+        rest = {name: _split_rest(name, value, num_samples, numbers, shards) for name, value in rest.items()}
+    return rest, None if mask is None else _split_rest("mask", mask, mask.shape[0], numbers, shards)
 
 
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
@@ -195,7 +195,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
     return parts, num_samples, size
 
 
-def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Shards) -> Any:
+def _split_rest(name: str, value: Any, num_samples: int, numbers: Sequence[int], shards: Shards) -> Any:
     """Splits an entry with a row per sample as the samples are; returns anything else as it is."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
@@ -204,7 +204,13 @@ def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Sh
     value = np.asarray(value)
     if value.dtype.kind not in "fiub" and value.dtype != jnp.bfloat16:
         return value
-    value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if value.dtype.kind in "iu" and dtype != value.dtype and (cut := value[value != value.astype(dtype)]).size:
+        raise ValueError(
+            f'batch: entry "{name}": got {cut.flat[0]}, wanted numbers of {dtype}, to which JAX cuts those of '
+            f"{value.dtype} without jax_enable_x64; make them smaller (hours in place of microseconds) or floats."
+        )
+    value = value.astype(dtype)
     return shards.put(dict(zip(numbers, np.split(value, len(numbers)), strict=True)))
 
 

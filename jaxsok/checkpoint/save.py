@@ -201,6 +201,9 @@ class Saving:
         for name, count in report.num_nonfinite.items():
             if count:
                 LOG.warning(text, self.op, name, count, report.num_rows[name])
+        if self.part["kind"] == "checkpoint" and self.latest > self.part["clock"] + 1:  # one more by a lookup ahead
+            text = "%s: clock: got %d, but rows were used at %d; pass clock=, as to lookups, so that ages are right."
+            LOG.warning(text, self.op, self.part["clock"], self.latest)
         bloom = [entry for _, entry in tables.bloom.values()]
         part = {**self.part, "tables": entries, "bloom": bloom, "pause_s": report.pause_s}
         manifest_lib.write_part(folder, jax.process_index(), part)

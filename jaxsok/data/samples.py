@@ -73,7 +73,9 @@ class ArraySource(Source):
 
     def __init__(self, columns: Mapping[str, Any], *, block_samples: int = BLOCK_SAMPLES):
         checks.integer("ArraySource: block_samples", block_samples, 1)
-        self.columns = {name: _with_offsets(name, column) for name, column in columns.items()}
+        self.columns = {
+            name: _with_offsets(f'ArraySource: column "{name}"', column) for name, column in columns.items()
+        }
         counts = {name: _count_samples(column) for name, column in self.columns.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"ArraySource: columns: got {counts} samples, wanted columns of one length.")
@@ -130,7 +132,7 @@ class BlockSource(Source):
 
     @abc.abstractmethod
     def load(self, block: int) -> Columns:
-        """Reads and decodes a block: as many samples as `sizes` says."""
+        """Reads and decodes a block, as many samples as `sizes` says: NumPy arrays, or `Bags`, by name."""
 
     def keep(self, num_blocks: int) -> None:
         self._num_kept = max(self._num_kept, num_blocks)
@@ -160,11 +162,14 @@ class BlockSource(Source):
 
     def _load_whole(self, block: int) -> Columns:
         """Loads a block; ValueError: it has another number of samples than when the source was made."""
-        columns, wanted = self.load(block), int(self.ends[block] - (self.ends[block - 1] if block else 0))
+        columns = self.load(block)
+        what = f"{type(self).__name__}: block {block}: column"
+        columns = {name: _with_offsets(f'{what} "{name}"', column) for name, column in columns.items()}
+        wanted = int(self.ends[block] - (self.ends[block - 1] if block else 0))
         for name, column in columns.items():
             if (found := _count_samples(column)) != wanted:
                 raise ValueError(
-                    f'{type(self).__name__}: block {block}: column "{name}": got {found} samples, wanted {wanted}, as '
+                    f'{what} "{name}": got {found} samples, wanted {wanted}, as '
                     "when the source was made; if its files have changed, make the source again."
                 )
         return columns
@@ -344,6 +349,10 @@ def _column_of_arrow(name: str, column: Any) -> Any:
         # Texts are refused below for their type; Arrow decodes not all of them.
         column = column.dictionary_decode() if pa.types.is_primitive(column.type.value_type) else column.dictionary
     if pa.types.is_boolean(column.type):
+        if column.null_count:
+            raise ValueError(
+                f'ArrowSource: column "{name}": got {column.null_count} nulls of bool, wanted true or false.'
+            )
         column = column.cast(pa.uint8())
     kind = column.type
     while hasattr(kind, "value_type"):
@@ -357,8 +366,7 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))
 
 
-def _with_offsets(name: str, column: Any) -> Any:
-    what = f'ArraySource: column "{name}"'
+def _with_offsets(what: str, column: Any) -> Any:
     if not isinstance(column, Bags):
         array = column if hasattr(column, "shape") else np.asarray(column)
         if not array.shape:

@@ -84,6 +84,20 @@ def save_to(folder, collection, state, **options):
     return args.report
 
 
+@pytest.mark.parametrize(("clock", "warns"), [(None, True), (28_000_000, True), (29_000_000, False)])
+def test_a_save_without_the_clock_of_lookups_warns(clock, warns, tmp_path, caplog):
+    """Ages would be counted from the step."""
+    collection = collection_of(
+        [jaxsok.TableSpec(name, 4, optim.sgd(0.1), capacity=64, statistics=True) for name in ("item", "user")]
+    )
+    features = collection.batch(cases.one_batch(collection, 0)).features
+    _, state, _ = collection.lookup(collection.init(), features, clock=29_000_000)
+    with caplog.at_level(logging.WARNING, logger="jaxsok.checkpoint"):
+        save_to(tmp_path / "saved", collection, state, clock=clock)
+    wanted = f"TablesSave: clock: got {clock or 0}, but rows were used at 29000000; pass clock=, as to lookups"
+    assert (wanted in caplog.text) == warns and bool(caplog.records) == warns
+
+
 # Onto other meshes, capacities, stores --------------------------------------------------------------------------------
 
 

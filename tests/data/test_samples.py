@@ -311,6 +311,28 @@ def test_columns_that_do_not_fit_are_refused(columns, message):
         ArraySource(columns)
 
 
+class BagsOfBlocks(BlockSource):
+    """Two blocks of bags with lengths."""
+
+    def __init__(self, lengths=(2, 0, 1)):
+        super().__init__([3, 3])
+        self.lengths = lengths
+
+    def load(self, block):
+        keys = np.arange(sum(self.lengths)) + 10 * block
+        return {"user": jaxsok.Bags(keys, lengths=np.array(self.lengths))}
+
+
+def test_blocks_may_have_bags_with_lengths():
+    """As arrays may; other lengths are refused with the block's number."""
+    bags = BagsOfBlocks().take(slice(2, 5))["user"]
+    assert (bags.keys.tolist(), np.diff(bags.offsets).tolist()) == ([2, 10, 11], [1, 2, 0])
+    with pytest.raises(ValueError, match=r'BagsOfBlocks: block 1: column "user": lengths: got -1'):
+        BagsOfBlocks((4, -1, 0)).take(slice(3, 4))
+    with pytest.raises(ValueError, match=r'BagsOfBlocks: block 0: column "user": got 2 samples, wanted 3'):
+        BagsOfBlocks((1, 1)).take(slice(0, 1))
+
+
 @pytest.mark.parametrize("name", ["keys", "lengths", "offsets", "weights"])
 def test_masked_bags_are_refused(name):
     """Their hidden elements would be read."""
@@ -513,6 +535,7 @@ def test_dictionaries_of_numbers_are_numbers(tmp_path):
         (pa.array([["a"], []]), TypeError, "got an Arrow column of string"),
         (pa.array([[[1]], []]), TypeError, "got an Arrow column of list"),
         (pa.array([1, 2], pa.timestamp("s")), TypeError, "got an Arrow column of timestamp"),
+        (pa.array([True, None]), ValueError, "got 1 nulls of bool"),
         (pa.array([1.0, None]), ValueError, "floats: got 1 nulls, wanted a number in every place"),
         (pa.array([[1.0, None], []]), ValueError, "floats: got 1 nulls"),
     ],

@@ -300,6 +300,17 @@ def test_a_table_on_one_shard_lies_there():
             one_table().lookup(state, programs.batch(one_table(), user=np.arange(48)))
 
 
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 1_796_000_000_000_000])
+def test_entries_that_would_be_cut_are_refused(number):
+    """JAX makes 32 bits of them, without a word."""
+    collection, keys = one_table(), np.arange(4)
+    entry = np.array([1, number, 2, 3])
+    with pytest.raises(ValueError, match=f'batch: entry "time": got {number}, wanted numbers of int32, to which'):
+        collection.batch({"user": keys, "time": entry})
+    wanted = np.clip(entry, -(2**31), 2**31 - 1)
+    assert np.asarray(collection.batch({"user": keys, "time": wanted})["time"]).tolist() == wanted.tolist()
+
+
 def test_rows_lie_where_their_hash_says():
     """Each shard has the keys of its partitions, and no others."""
     collection, keys = one_table(), np.arange(48)
