@@ -450,7 +450,10 @@ def _numbers(column: Any, what: str, name: str) -> np.ndarray:
     is_key, kind = name == "keys", column.type
     if not (pa.types.is_integer(kind) if is_key else pa.types.is_floating(kind)) and not pa.types.is_null(kind):
         wanted = "integers" if is_key else "floats"
-        raise TypeError(f"{what}: {name}: got an Arrow column of {kind}, wanted {wanted}, or lists of them.")
+        raise TypeError(
+            f"{what}: {name}: got an Arrow column of {kind}, wanted {wanted}, or lists of them; hash strings, "
+            "cast times to integers, or leave the column out."
+        )
     if pa.types.is_null(kind):
         column = column.cast(pa.int64() if is_key else pa.float32())
     if column.null_count:

@@ -187,7 +187,7 @@ def _open_base(
     if now < last["clock"]:
         raise ValueError(
             f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the '
-            "state is older than it."
+            "state is older than it, or lookups have a clock, which exports take too: pass clock=."
         )
     lineage_lib.check(op, collection, state, chain[-1].folder, last)
     return chain
