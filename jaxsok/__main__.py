@@ -22,6 +22,8 @@ from typing import Any
 
 import jax
 
+from jaxsok.types import TableFullError
+
 _SOURCES = pathlib.Path(__file__).resolve().parents[1]  # the checkout, or the folder of an installed wheel
 
 
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             # Who reads it has ended, as `head` does. When Python ends it would report this once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, MemoryError, TableFullError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -100,7 +100,8 @@ def _find_saved(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _has_manifest(path: pathlib.Path) -> bool:
-    return f'"{manifest.FORMAT}"'.encode() in _head(path / manifest.NAME, 4096)
+    is_ours = f'"{manifest.FORMAT}"'.encode() in _head(path / manifest.NAME, 4096)
+    return is_ours or ((path / manifest.NAME).is_file() and any(path.glob("table_*.process_*.arrow")))  # damaged
 
 
 def _open_saved(path: pathlib.Path) -> Opened | None:

@@ -39,10 +39,11 @@ def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -
                 continue
             what, bins, colour = line[number]
             _bars(panel, bins, colour)
-            panel.set_xlabel(what)
+            panel.set_xlabel(what, parse_math=False)
             if number == 0:
                 panel.set_ylabel("rows")
-                panel.set_title(f"{table.name}: {table.num_rows:,} rows of {table.dim} {table.dtype}", loc="left")
+                title = f"{table.name}: {table.num_rows:,} rows of {table.dim} {table.dtype}"
+                panel.set_title(title, loc="left", parse_math=False)
     figure.savefig(path)
 
 
@@ -71,7 +72,7 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
             how = {"color": colour, "hatch": "//" if part in STEP else None, "edgecolor": "white"}
             axes.barh(lines, widths[lines], left=ends[lines], label=part.replace("_", " "), **how)
         ends += widths
-    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     title = f"{format_bytes(estimate.total)} on {name_devices(estimate.num_shards)}"
@@ -107,7 +108,7 @@ def draw_cache_estimates(estimates: Sequence[CacheEstimate], path: str | os.Path
         axes.set_xlabel("rows of the cache")
         axes.set_ylabel("hit rate")
         names = ", ".join(estimate.tables)
-        axes.set_title(names if len(names) <= 60 else f"{names[:57]}...", loc="left")
+        axes.set_title(names if len(names) <= 60 else f"{names[:57]}...", loc="left", parse_math=False)
         axes.legend(loc="upper left", fontsize=8, frameon=False)
     figure.savefig(path)
 

@@ -12,6 +12,7 @@ Each file is a header of 296 bytes and a raw array:
 """
 
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -37,13 +38,16 @@ class Header:
 
     @classmethod
     def of(cls, path: pathlib.Path) -> "Header":
-        with open(path, "rb") as file:
-            words = file.read(HEADER_BYTES)
+        try:
+            with open(path, "rb") as file:
+                words, num_bytes = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+        except FileNotFoundError:  # of a dump that is being replaced
+            words, num_bytes = b"", 0
         table, slot = (words[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))
         kind, code = (int.from_bytes(words[place], "big") for place in (_KIND, _DTYPE))
         is_header = len(words) == HEADER_BYTES and kind in KINDS and code in DTYPES
         item_bytes = np.dtype(DTYPES.get(code, "float32")).itemsize
-        num_numbers = max(0, path.stat().st_size - HEADER_BYTES) // item_bytes
+        num_numbers = max(0, num_bytes - HEADER_BYTES) // item_bytes
         return cls(table, slot, kind if is_header else -1, num_numbers)
 
 

@@ -236,9 +236,12 @@ def test_reports_are_drawn(tmp_path, end):
     """Tables are drawn with all histograms, with some, and without rows."""
     pytest.importorskip("matplotlib")
     bare = Records(np.arange(3, dtype=np.uint64), np.zeros((3, 2), np.float32))
-    reports = [inspection.report([records]) for records in (draw_records(1, 100), bare, draw_records(1, 0))]
+    name = "a$b^{"  # no formula
+    reports = [inspection.report([records], name=name) for records in (draw_records(1, 100), bare, draw_records(1, 0))]
     inspection.draw_reports(reports, tmp_path / f"tables{end}")
-    assert (tmp_path / f"tables{end}").read_bytes().startswith(MAGIC[end])
+    inspection.draw_estimate(jaxsok.memory_estimate([jaxsok.TableSpec("$^{", 4, SGD)]), tmp_path / f"memory{end}")
+    for what in ("tables", "memory"):
+        assert (tmp_path / f"{what}{end}").read_bytes().startswith(MAGIC[end])
 
 
 def test_pictures_have_what_was_counted(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 
 import jax.numpy as jnp
@@ -231,6 +232,11 @@ def test_an_export(tmp_path):
     found = inspection.inspect(tmp_path / "monday")
     check_saved(found, collection, state)
     assert found.facts["kind"] == "full" and "step 3" in str(found)
+    manifest = tmp_path / "monday" / "manifest.json"
+    for num_bytes in (0, 29, manifest.stat().st_size - 1):  # its files are not those of tables without it
+        os.truncate(manifest, num_bytes)
+        with pytest.raises(ValueError, match=r"manifest\.json"):
+            inspection.inspect(tmp_path / "monday")
 
 
 def test_an_orbax_checkpoint(tmp_path):

@@ -144,6 +144,26 @@ def test_only_files_of_the_dump_are_overwritten(tmp_path):
     assert all((tmp_path / name).read_bytes() == content for name, content in others.items())
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_dump_that_another_writer_replaces_meanwhile(number, tmp_path, monkeypatch):
+    """Its key file may go between two looks at the folder; the last writer wins."""
+    write = functools.partial(sok.write_sok, tmp_path, "user", overwrite=True)
+    write(make_records([1], 3))
+    found, num_looks = sok._is_of, 0
+
+    def is_of(path, end, table):
+        nonlocal num_looks
+        result, num_looks = found(path, end, table), num_looks + (end == "key")
+        if end == "key" and num_looks == number:
+            path.unlink()
+        return result
+
+    monkeypatch.setattr(sok, "_is_of", is_of)
+    write(make_records([2, 3], 3))
+    (records,) = sok.read_sok(tmp_path, "user", dim=3)
+    assert records.keys.tolist() == [2, 3] and {path.name for path in tmp_path.iterdir()} == {"user-key", "user-weight"}
+
+
 # Writes that fail, and files that change -------------------------------------------------------------------------
 
 

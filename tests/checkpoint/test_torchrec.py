@@ -159,6 +159,9 @@ def test_declared_from_the_files(tmp_path, capsys):
     assert capsys.readouterr().out == "item: 5 rows, float32[8], rowwise_adagrad\n"
     assert command_line.main([*arguments[:6], "--table", "user", "rw"]) == 2
     assert "tables: got 'user', wanted some of ['item']" in capsys.readouterr().err
+    spec.write_text(f"{spec.read_text()}capacity = 2\nmax_capacity = 2\n")
+    assert command_line.main([*arguments[:3], str(tmp_path / "third"), *arguments[4:]]) == 2
+    assert "max_capacity, 2" in capsys.readouterr().err and not (tmp_path / "third").exists()
 
 
 def test_dense_tensors():
