@@ -128,6 +128,8 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
     checks.one_of(f"{what}: combiner", combiner, tuple(COMBINERS))
     matrix = bags_of(ids).keys
     is_weighted = _is_bcoo(matrix) and not np.isin(np.asarray(matrix.data), (0, 1)).all()
+    if is_weighted and not jnp.issubdtype(matrix.data.dtype, jnp.floating):
+        ids = type(matrix)((matrix.data.astype(jnp.float32), matrix.indices), shape=matrix.shape)
     bags = bags_of(_convert_feature(FeatureSpec("ids", table="ids", weighted=is_weighted), ids, what))
     words = keys_lib.words_of(bags.keys, "int64", what)
     keys = keys_lib.from_words(words)

@@ -73,7 +73,7 @@ def number(what: str, value: Any, low: float = -LARGEST, high: float = LARGEST, 
 
 def scalar(what: str, value: Any) -> None:
     """Refuses values that are not one real number, traced or not."""
-    is_array = isinstance(value, (np.ndarray, jax.Array))
+    is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
     is_real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
     if not (is_number(value) or is_real) or np.shape(value) != ():
         got = f"{value.dtype}{list(value.shape)}" if is_array else repr(value)

@@ -7,7 +7,7 @@ store that it changes; inside a jitted step it is a part of that program.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from jaxsok.records import convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec, TableRef, TableSpec
 from jaxsok.store import State, StoreState
-from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, RowDtype
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 _OPS_WITH_LOOKUPS_AHEAD = frozenset(
@@ -408,6 +408,9 @@ def _is_deleted(array: Any) -> bool:
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
+_ROW_DTYPES = {name: jnp.dtype(name) for name in get_args(RowDtype)}
+
+
 def check_state(op: str, collection: Declared, state: State) -> None:
     """Refuses a state that another collection made, or whose arrays are deleted."""
     if not isinstance(state, State):
@@ -442,10 +445,10 @@ def check_state(op: str, collection: Declared, state: State) -> None:
         )
 
     for spec, store in zip(collection.stores, state.stores, strict=True):
-        tier = store.tier[0] if store.tier else None
-        rows, states = (tier.rows, tier.states) if tier else (store.rows[0], [slabs[0] for slabs in store.states])
-        wanted = [spec.dtype, *["float32"] * len(states)]
-        if (got := [str(array.dtype) for array in (rows, *states)]) != wanted:
+        rows, states = (store.tier[0].rows, store.tier[0].states) if store.tier else (store.rows[0], store.states)
+        found = [array.dtype if store.tier else array[0].dtype for array in states]
+        if rows.dtype != _ROW_DTYPES[spec.dtype] or any(dtype != np.float32 for dtype in found):
+            got, wanted = [str(rows.dtype), *map(str, found)], [spec.dtype, *["float32"] * len(found)]
             raise ValueError(
                 f"{op}: state: got rows and optimizer state of dtypes {got}, wanted {wanted}; cast the parameters of "
                 "the model alone (of Flax's NNX nnx.state(model, nnx.Param)), not its tables."

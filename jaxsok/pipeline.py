@@ -539,9 +539,11 @@ class Pipeline:
         layouts = tuple(part.layouts for part in features.stores)
         # Of several layouts, another process may have another one, and a shorter call where this one's is short.
         is_short = num_batches < self._steps_per_call
-        if is_short or layouts not in self._layouts_met or len(self._layouts_met) > 1:
+        may_differ = is_short or layouts not in self._layouts_met or len(self._layouts_met) > 1
+        if may_differ and self._collection.shards.num_processes > 1:
             parts = {layout.name: (layout.num_bags, layout.num_keys) for of_store in layouts for layout in of_store}
-            self._meet(f"batch {number}, in a call of {num_batches}, with (bags, keys) {parts} for a shard")
+            what = f"batch {number}, in a call of {num_batches}, with (bags, keys) {parts} for a shard"
+            self._meet(what, self._failed if is_short else None)  # which may be why the call is short
             self._layouts_met.add(layouts)
         if layouts != self._sizes.layouts:
             pairs = list(zip(self._collection.stores, features.stores, strict=True))
@@ -552,20 +554,21 @@ class Pipeline:
 
     def _meet(self, what: str, failure: BaseException | None = None) -> ValueError | None:
         """Sees to it that other processes are as far, and have batches of the same form."""
-        return processes.meet("pipeline", what, failure) if self._collection.shards.num_processes > 1 else None
+        if self._collection.shards.num_processes == 1:
+            return None
+        try:
+            return processes.meet("pipeline", what, failure)
+        except Exception:  # at once, also the failure itself: steps of this process would meet other collectives
+            self._failed, self._has_ended = None, True
+            raise
 
     def _meet_at_end(self) -> None:
         """Does so where there is no further batch. What a reader has raised is raised in its turn, in all processes.
 
         With other numbers of batches none may go on: its collectives would be others.
         """
-        error = self._failed
-        try:
-            differs = self._meet(f"no batch after {self._num_dispatched}", error)
-        except Exception:  # at once, also the error itself: steps of this process would meet other collectives
-            self._failed, self._has_ended = None, True
-            raise
-        self._failed, self._has_ended = error or differs, True
+        differs = self._meet(f"no batch after {self._num_dispatched}", self._failed)
+        self._failed, self._has_ended = self._failed or differs, True
 
     def _plan_left(self) -> None:
         """Plans the batch whose plan was left to a step, if no step has made it."""

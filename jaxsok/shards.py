@@ -216,9 +216,8 @@ class MeshShards(Shards):
         places = jax.tree.map(lambda leaf: self.place(leaf.ndim, is_split=is_split), shapes)
         with jax.disable_jit(False):  # which would leave the places out
             made = jax.jit(function, static_argnums=numbers, out_shardings=places)(*static, *operands)
-        return self.reshard(
-            self.spec if is_split else P(), made
-        )  # in a trace the types of explicit axes have no places
+        # Within a trace, `out_shardings` are not in the types of explicit axes.
+        return self.reshard(self.spec if is_split else P(), made)
 
     @property
     def num_processes(self) -> int:

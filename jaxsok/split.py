@@ -205,11 +205,13 @@ def _split_rest(name: str, value: Any, num_samples: int, numbers: Sequence[int],
     if value.dtype.kind not in "fiub" and value.dtype != jnp.bfloat16:
         return value
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-    if value.dtype.kind in "iu" and dtype != value.dtype and (cut := value[value != value.astype(dtype)]).size:
-        raise ValueError(
-            f'batch: entry "{name}": got {cut.flat[0]}, wanted numbers of {dtype}, to which JAX cuts those of '
-            f"{value.dtype} without jax_enable_x64; make them smaller (hours in place of microseconds) or floats."
-        )
+    if value.dtype.kind in "iu" and dtype != value.dtype and value.size:
+        ends, limits = (int(value.min()), int(value.max())), np.iinfo(dtype)
+        if ends[0] < limits.min or ends[1] > limits.max:
+            raise ValueError(
+                f'batch: entry "{name}": got {ends[0]} to {ends[1]}, wanted numbers of {dtype}, to which JAX cuts '
+                f"{value.dtype} without jax_enable_x64; make them smaller (hours in place of microseconds) or floats."
+            )
     value = value.astype(dtype)
     return shards.put(dict(zip(numbers, np.split(value, len(numbers)), strict=True)))
 

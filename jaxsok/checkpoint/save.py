@@ -202,7 +202,9 @@ class Saving:
             if count:
                 LOG.warning(text, self.op, name, count, report.num_rows[name])
         if self.part["kind"] == "checkpoint" and self.latest > self.part["clock"] + 1:  # one more by a lookup ahead
-            text = "%s: clock: got %d, but rows were used at %d; pass clock=, as to lookups, so that ages are right."
+            text = (
+                "%s: clock: got %d, but rows were used at %d; pass clock= if lookups have one, so that ages are right."
+            )
             LOG.warning(text, self.op, self.part["clock"], self.latest)
         bloom = [entry for _, entry in tables.bloom.values()]
         part = {**self.part, "tables": entries, "bloom": bloom, "pause_s": report.pause_s}

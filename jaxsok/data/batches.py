@@ -6,7 +6,6 @@ iterator is a number, and training can go on with another number of processes.
 """
 
 import functools
-import itertools
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -119,10 +118,11 @@ class Batches(grain.MapDataset):
         self._window = shuffle_batches * self._of_stream
         self._starts = np.append(self._first, source.ends[(source.ends > self._first) & (source.ends < last)])
         self._sizes = np.diff(np.append(self._starts, last))
-        of_source = {"start": self._first, "num_samples": num_samples, "drop_remainder": drop_remainder}
-        of_source["blocks"] = zlib.crc32(self._sizes.astype("<i8").tobytes())
-        self.form = counts | {"seed": self._seed} | of_source
+        self.form = counts | {"seed": self._seed, "start": self._first}
         """A state of an iterator holds for batches of this form alone, in any number of processes."""
+        if self._seed is not None or streams > 1:  # else samples may be added behind the others
+            blocks = zlib.crc32(self._sizes.astype("<i8").tobytes())
+            self.form |= {"num_samples": num_samples, "blocks": blocks, "drop_remainder": bool(drop_remainder)}
         at_once = self._of_stream * max(NUM_AHEAD, shuffle_batches if seed is not None else 0)
         most = int(np.ceil(at_once / self._sizes.mean())) + 1
         source.keep(2 * most * len(self._parts))
@@ -221,8 +221,8 @@ class _ReadAgain(grain.DatasetIterator):
     def set_state(self, state: Any) -> None:
         left = dict(state)
         forms = left.pop("batches", self._forms)
-        pairs = itertools.zip_longest(forms, self._forms, fillvalue={})
-        if any({**own, **form} != own for form, own in pairs):  # an older state says less
+        pairs = list(zip(forms, self._forms, strict=False))
+        if len(forms) != len(self._forms) or any({**own, **form} != own for form, own in pairs):  # older ones say less
             raise ValueError(
                 f"iterate: state: got one of batches {forms}, wanted {self._forms}; make Batches as they were: "
                 "num_streams is the number of processes unless it is given, and stop keeps new samples out."

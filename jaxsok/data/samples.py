@@ -234,6 +234,8 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
             import pyarrow.fs
 
             systems, paths = zip(*map(pa.fs.FileSystem.from_uri, paths), strict=True)
+            if any(system != systems[0] for system in systems):
+                raise ValueError(f"ArrowSource: data: got URIs of several file systems, {[*paths]}, wanted one.")
             found = paths[0] if len(paths) == 1 else [*paths]
             data = pa.dataset.dataset(found, filesystem=systems[0], partitioning="hive")
         else:
@@ -324,6 +326,8 @@ def _paths_of(data: Any) -> tuple[list[str], str]:
     bases = []
     for path in map(os.fspath, given):
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        if "://" in path:
+            is_pattern = "*" in path or "[" in path  # options come behind a question mark
         if is_pattern and "://" in path:
             raise ValueError(
                 f"ArrowSource: data: got the pattern {path!r}, wanted patterns of local paths alone; elsewhere give "
@@ -346,13 +350,9 @@ def _column_of_arrow(name: str, column: Any) -> Any:
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if pa.types.is_dictionary(column.type):
-        # Texts are refused below for their type; Arrow decodes not all of them.
-        column = column.dictionary_decode() if pa.types.is_primitive(column.type.value_type) else column.dictionary
+        is_view = pa.types.is_string_view(column.type.value_type) or pa.types.is_binary_view(column.type.value_type)
+        column = column.dictionary if is_view else column.dictionary_decode()  # which Arrow cannot; refused below
     if pa.types.is_boolean(column.type):
-        if column.null_count:
-            raise ValueError(
-                f'ArrowSource: column "{name}": got {column.null_count} nulls of bool, wanted true or false.'
-            )
         column = column.cast(pa.uint8())
     kind = column.type
     while hasattr(kind, "value_type"):

@@ -452,7 +452,8 @@ def _form_in_store(
     with jax.ensure_compile_time_eval():
         values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
     specs, copied, global_state, names = [], [], [], []
-    scheduled = {_injected(leaf.path, "hyperparams_states") for leaf in leaves}
+    places = _places_of_injected(state)
+    scheduled = {_injected(places, leaf.path, "hyperparams_states") for leaf in leaves}
     rates = []
     for leaf, first, dependence in zip(leaves, values, found, strict=True):
         if leaf.is_row:
@@ -462,7 +463,7 @@ def _form_in_store(
             specs.append(RowState(_name(leaf, specs), int(np.prod(leaf.shape[1:])), value))
             copied.append(is_copied)
             continue
-        injected = _injected(leaf.path, "hyperparams")
+        injected = _injected(places, leaf.path, "hyperparams")
         if injected is None or injected in scheduled:
             names.append(leaf.place)
         else:
@@ -484,10 +485,24 @@ def _form_in_store(
     return _Form(treedef, leaves, tuple(specs), tuple(copied), *of_store)
 
 
-def _injected(path: tuple[Any, ...], field: str) -> tuple[str, str] | None:
-    """Returns the path of the state that holds `<field>[name]` on the way to a leaf, and the name."""
+def _places_of_injected(state: Any, place: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
+    """Returns the paths of the states of `optax.inject_hyperparams`, also of those within others."""
+    import optax
+
+    is_one = lambda node: isinstance(node, optax.InjectStatefulHyperparamsState)  # noqa: E731
+    places: set[tuple[Any, ...]] = set()
+    for path, node in tree_util.tree_flatten_with_path(state, is_leaf=is_one)[0]:
+        if is_one(node):
+            inner = (*place, *path, tree_util.GetAttrKey("inner_state"))
+            places |= {(*place, *path)} | _places_of_injected(node.inner_state, inner)
+    return places
+
+
+def _injected(places: set[tuple[Any, ...]], path: tuple[Any, ...], field: str) -> tuple[str, str] | None:
+    """Returns the path of the state, of `places`, that holds `<field>[name]` on the way to a leaf, and the name."""
     for i, (outer, inner) in enumerate(itertools.pairwise(path)):
-        if getattr(outer, "name", None) == field and isinstance(name := getattr(inner, "key", None), str):
+        is_field = getattr(outer, "name", None) == field and path[:i] in places
+        if is_field and isinstance(name := getattr(inner, "key", None), str):
             return tree_util.keystr(path[:i]), name
     return None
 

@@ -7,7 +7,6 @@ group, whose last delivered entry is the last version that its tables hold. The 
 cluster.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -407,8 +406,7 @@ class Follower(Repeated):
         # All of these are set by `look` alone; `stats` reads them.
         self._position = "0-0"  # the last version that the tables hold
         self._pending: list[_Entry] = []  # those after it
-        self._errors = collections.deque[str](maxlen=2)  # of the last attempts; none after one that succeeded
-        self._delay_s, self._is_careful = 0.0, False
+        self._error, self._delay_s, self._is_careful = "", 0.0, False
         self._fetcher = _Fetcher(self._stream)
         # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
         self._folder = TemporaryFolder("stream")
@@ -435,7 +433,7 @@ class Follower(Repeated):
             "lag_versions": len(pending),
             "lag_s": pending[0].age_s if pending else 0.0,
             "delay_s": self._delay_s,
-            "is_following": not self._errors,
+            "is_following": not self._error,
         }
 
     def _follow(self) -> float:
@@ -443,13 +441,12 @@ class Follower(Repeated):
 
     def _try(self, wait_s: float) -> int | None:
         try:
-            num_applied = self.look(wait_s)
-            self._errors.clear()
+            num_applied, self._error = self.look(wait_s), ""
             return num_applied
         except Exception as error:
-            if str(error) not in self._errors and not self.is_stopping():  # logged once, not each second
+            if str(error) != self._error and not self.is_stopping():  # logged once, not each second
                 _log.error('follow: stream "%s": %s', self._stream.name, str(error).removeprefix(self._stream.what))
-            self._errors.append(str(error))
+            self._error = str(error)
             return None
 
     def look(self, wait_s: float = 0.0) -> int:
@@ -488,9 +485,7 @@ class Follower(Repeated):
         most = 1 if self._is_careful or is_for_some else max(1, sum(size <= BATCH_BYTES for size in sizes))
         num_fetched = sum(1 for _ in itertools.takewhile(lambda entry: entry.uuid in self._fetched, self._pending))
         batch = self._pending[: min(most, num_fetched or most)]  # others are fetched while these are applied
-        # If they are refused together, the next attempt takes the first alone, and the one after it all again: a
-        # database that failed in the middle takes no other.
-        self._is_careful = not self._is_careful
+        self._is_careful = True  # if they are refused together, the next attempt takes the first alone
         try:
             for entry in batch:
                 self._fetch(entry)
@@ -501,8 +496,13 @@ class Follower(Repeated):
             with self._fetching(after=batch[-1].id):
                 paths = [self._fetched[entry.uuid] for entry in batch]
                 self._served.update(dict.fromkeys(lacking, paths[0]) if is_for_some else paths, None, "auto")
-        finally:
+        except DatabaseError:  # it may have some of the rows: the next attempt is the same update
+            self._is_careful = False
+            raise
+        except BaseException:
             self._forget([entry.uuid for entry in batch])  # what is refused is fetched again
+            raise
+        self._forget([entry.uuid for entry in batch])
         self._is_careful, self._delay_s = False, batch[0].age_s
         self._position, self._pending = batch[-1].id, self._pending[len(batch) :]
         self._stream.note(self._consumer, self._position)

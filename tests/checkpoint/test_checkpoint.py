@@ -94,7 +94,7 @@ def test_a_save_without_the_clock_of_lookups_warns(clock, warns, tmp_path, caplo
     _, state, _ = collection.lookup(collection.init(), features, clock=29_000_000)
     with caplog.at_level(logging.WARNING, logger="jaxsok.checkpoint"):
         save_to(tmp_path / "saved", collection, state, clock=clock)
-    wanted = f"TablesSave: clock: got {clock or 0}, but rows were used at 29000000; pass clock=, as to lookups"
+    wanted = f"TablesSave: clock: got {clock or 0}, but rows were used at 29000000; pass clock= if lookups have one"
     assert (wanted in caplog.text) == warns and bool(caplog.records) == warns
 
 

@@ -314,28 +314,38 @@ def test_a_state_leads_to_the_next_batch(stops, threads):
     assert places(iterator) == wanted[reached:]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"stop": 90}, {"start": 8, "stop": 100}, {"source": numbers(100, 9)}, {"source": numbers(108, 7)}],
-    ids=["stop", "start", "blocks", "samples"],
-)
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_state_of_other_samples_is_refused(options, seed):
+OTHERS = {
+    "start": (numbers(100, 7), {"start": 8}),
+    "stop": (numbers(100, 7), {"stop": 90}),
+    "blocks": (numbers(100, 9), {}),
+    "samples": (numbers(108, 7), {}),
+}
+
+
+@pytest.mark.parametrize("options", [{"seed": 3}, {"num_streams": 2}, {}], ids=["seed", "streams", "in order"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_other_samples_is_refused(options, other):
     """Its number would be that of other samples: some would be read twice, and others never."""
-    source = options.get("source", numbers(100, 7))
-    limits = {name: value for name, value in options.items() if name != "source"}
-    iterator = iterate(read_in_one_process(source, 8, seed=seed, **limits))
-    state = iterate(read_in_one_process(numbers(100, 7), 8, seed=seed)).get_state()
-    with pytest.raises(ValueError, match=r"iterate: state: got one of batches .*; make Batches as they were"):
+    source, limits = OTHERS[other]
+    iterator = iterate(read_in_one_process(source, 8, **options, **limits))
+    state = iterate(read_in_one_process(numbers(100, 7), 8, **options)).get_state()
+    if options or other == "start":
+        with pytest.raises(ValueError, match=r"iterate: state: got one of batches .*; make Batches as they were"):
+            iterator.set_state(state)
+    else:  # one stream in order: what is behind does not matter
         iterator.set_state(state)
-    iterate(read_in_one_process(numbers(112, 7), 8, seed=seed, stop=100)).set_state(state)  # files behind the others
+    iterate(read_in_one_process(numbers(112, 7), 8, **options, stop=100)).set_state(state)  # files behind the others
     older = {name: state["batches"][0][name] for name in ("batch_size", "shuffle_batches", "num_streams", "seed")}
     iterator.set_state({**state, "batches": [older]})
+    for forms in ([], [older, older]):
+        with pytest.raises(ValueError, match="iterate: state: got one of batches"):
+            iterator.set_state({**state, "batches": forms})
 
 
 def test_the_state_of_numpy_options_is_json():
     """As that of Python's numbers."""
     options = {"shuffle_batches": np.int32(4), "seed": np.int64(3), "start": np.int64(1), "stop": np.int64(90)}
+    options["drop_remainder"] = np.True_
     state = iterate(Batches(numbers(100), np.int64(8), **options, process_index=0, process_count=1)).get_state()
     plain = {name: int(value) for name, value in options.items()}
     assert json.loads(json.dumps(state)) == iterate(read_in_one_process(numbers(100), 8, **plain)).get_state()

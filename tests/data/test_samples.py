@@ -535,7 +535,6 @@ def test_dictionaries_of_numbers_are_numbers(tmp_path):
         (pa.array([["a"], []]), TypeError, "got an Arrow column of string"),
         (pa.array([[[1]], []]), TypeError, "got an Arrow column of list"),
         (pa.array([1, 2], pa.timestamp("s")), TypeError, "got an Arrow column of timestamp"),
-        (pa.array([True, None]), ValueError, "got 1 nulls of bool"),
         (pa.array([1.0, None]), ValueError, "floats: got 1 nulls, wanted a number in every place"),
         (pa.array([[1.0, None], []]), ValueError, "floats: got 1 nulls"),
     ],
@@ -549,6 +548,23 @@ def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
         with pytest.raises(error, match=f'ArrowSource: column "bad": .*{message}'):
             source.take(slice(0, 2))
         assert ArrowSource(given, columns=["user"]).take(slice(0, 2))["user"].tolist() == [1, 2]
+
+
+def test_dictionaries_of_other_kinds_are_decoded():
+    """Their values may be fewer than the samples, or none at all."""
+    lists = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1]), pa.array([[7], [8, 9]]))
+    nulls = pa.DictionaryArray.from_arrays(pa.array([None, None, None], pa.int32()), pa.nulls(0))
+    taken = ArrowSource(pa.table({"item": lists, "user": nulls})).take(slice(0, 3))
+    assert (taken["item"].keys.tolist(), np.diff(taken["item"].offsets).tolist()) == ([8, 9, 7, 8, 9], [2, 1, 2])
+    assert taken["user"].tolist() == [PADDING] * 3
+
+
+def test_uris_with_options_and_of_several_systems(tmp_path):
+    """Options come behind a question mark, which is no pattern there."""
+    with pytest.raises(Exception, match=r"^(?!.*pattern)"):
+        ArrowSource(f"file://{tmp_path}/none.parquet?region=x")
+    with pytest.raises(ValueError, match="data: got URIs of several file systems"):
+        ArrowSource([f"file://{tmp_path}/a.parquet", "mock:///b.parquet"])
 
 
 def test_a_categorical_column_of_polars_is_refused_by_name():

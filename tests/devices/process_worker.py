@@ -309,13 +309,14 @@ def uneven(mesh, job, number):
     def train_on_all(state, plans):
         return jax.lax.scan(lambda state, plan: (train_on(state, plan), None), state, plans)[0]
 
-    num_at_once = 3 if job == "uneven calls" else 1
+    num_at_once = 3 if job.startswith("uneven calls") else 1
     step = jax.jit(train_on if num_at_once == 1 else train_on_all, donate_argnums=0)
-    state, sizes = collection.init(seed=0), [8] * (5 if job == "uneven calls" else 4)
+    state, sizes = collection.init(seed=0), [8] * (5 if num_at_once > 1 else 4)
     if number == 1:
         sizes = {
             "uneven batches": sizes[:3],
             "uneven calls": sizes[:4],
+            "uneven calls and a failure": sizes[:4],
             "uneven failure alone": sizes[:2],
             "uneven samples": [*sizes[:3], 4],
         }.get(job, sizes)
@@ -325,7 +326,7 @@ def uneven(mesh, job, number):
     def read():
         for size in sizes:
             yield {"user": np.arange(size)}
-        if job.startswith("uneven failure") and number == 1:
+        if "failure" in job and number == 1:
             raise OSError("cannot be read")
 
     num_steps = 0

@@ -415,6 +415,13 @@ def test_all_raise_what_one_reader_raises_after_the_batches_before_it(tmp_path):
     assert "OSError: cannot be read" in texts[1], texts
 
 
+def test_what_a_reader_raises_is_told_where_its_call_is_short(tmp_path):
+    """It is why the call is short, and reaches both processes."""
+    codes = wait_for_end(start("uneven calls and a failure", tmp_path, 2, 2), tmp_path, timeout_s=120)
+    texts = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
+    assert all(codes) and all("but OSError: cannot be read" in text for text in texts), texts
+
+
 def test_what_a_reader_raises_in_one_process_alone_is_raised_and_ends_all(tmp_path):
     """The others wait for it in a collective, where no time-out of theirs would end them.
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -800,6 +801,28 @@ def test_learning_rate_goes_to_injected_hyperparameters():
     third, state = move_row(optimizer, state, 0.25)
     fourth, _ = move_row(optimizer, state, None)
     assert [first, second, third, fourth] == [0.5, 0.125, 0.25, 0.5]
+
+
+class Halving(NamedTuple):
+    """A state whose numbers are its own, though their field has the name of Optax's."""
+
+    hyperparams: dict
+
+
+def test_numbers_that_a_transformation_changes_are_state():
+    """They are not those of the declaration at each step, nor a rate that an update replaces."""
+
+    def update(gradients, state, params=None):
+        rate = state.hyperparams["learning_rate"]
+        return jax.tree.map(lambda g: -rate * g, gradients), Halving({"learning_rate": rate / 2})
+
+    tx = optax.GradientTransformation(lambda params: Halving({"learning_rate": jnp.float32(1.0)}), update)
+    optimizer = lift(optax.chain(tx, optax.inject_hyperparams(optax.scale)(0.5)))
+    state, moved = optimizer.init_globals(DIM), []
+    for _ in range(3):
+        distance, state = move_row(optimizer, state, None)
+        moved.append(distance)
+    assert moved == [0.5, 0.25, 0.125] and None in optimizer.global_names(DIM)
 
 
 def test_injected_numbers_are_those_of_the_declaration():

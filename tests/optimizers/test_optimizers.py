@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -456,6 +457,38 @@ class NoDataclass(jaxsok.optim.Optimizer):
 
     def step_row(self, inputs):
         return jaxsok.optim.RowOutputs(inputs.row - self.scale * inputs.gradient, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived(jaxsok.optim.Optimizer):
+    """An optimizer with numbers that follow from its fields."""
+
+    name: ClassVar[str] = "derived"
+    scale: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "half", self.scale / 2)
+
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.scale
+
+    def state_specs(self, dim):
+        return ()
+
+    def hyper(self, step, learning_rate):
+        return (learning_rate,)
+
+    def step_row(self, inputs):
+        return jaxsok.optim.RowOutputs(inputs.row - self.twice * self.half * inputs.gradient, ())
+
+
+def test_numbers_that_follow_from_fields_are_no_others():
+    """Two tables share an optimizer whose step has kept some."""
+    optimizer = Derived(0.1, 2.0)
+    for name in ("item", "user"):
+        assert jaxsok.TableSpec(name, DIM, optimizer, capacity=16).optimizer.twice == 4.0
 
 
 def test_a_number_that_is_no_field_is_refused():

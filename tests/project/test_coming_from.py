@@ -196,6 +196,7 @@ def test_safe_bags_of_other_forms_and_what_it_refuses():
     assert (of_matrix.keys.tolist(), of_matrix.lengths.tolist()) == ([1, 2], [1, 1])
     assert of_matrix.weights.tolist() == [2.0, 1.0]
     assert jaxsok.safe_bags(sparse.BCOO.fromdense(np.float32(weights > 0))).weights is None
+    assert jaxsok.safe_bags(sparse.BCOO.fromdense(np.array([[0, 3]]))).weights.tolist() == [3.0]
     with pytest.raises(ValueError, match=r"safe_bags: weights: got shape \[1\], wanted that of the keys, \[2\]"):
         jaxsok.safe_bags(jaxsok.Bags(np.array([1, 2]), weights=np.ones(1, np.float32)))
     with pytest.raises(ValueError, match="safe_bags: combiner: got 'max', wanted one of"):

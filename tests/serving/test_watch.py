@@ -293,23 +293,28 @@ def test_the_export_that_is_served_already_is_not_applied_again(tmp_path):
 def test_what_the_deltas_rest_on_that_a_server_was_opened_with_is_not_applied(tmp_path):
     """It would turn back; a copy of it that comes later does so."""
     trained, folder, path = Trained({"user": 2}), tmp_path / "watched", None
+    other = Trained({"item": 2})
     for number in range(5):
         trained.set("user", rows_of([number], 2, number))
-        path = trained.delta(folder / str(number), path) if number else trained.full(folder / "0")
-    shutil.move(folder / "4", tmp_path / "4")
-    with serving.open(config_of(model_of({"user": (folder / "3", 2)})), warm_up=False) as session:
+        path = trained.delta(folder / str(number + 1), path) if number else trained.full(folder / "1")
+    shutil.move(folder / "5", tmp_path / "5")
+    other.set("item", rows_of([0], 2))
+    tables = {"user": (folder / "4", 2), "item": (other.full(tmp_path / "item"), 2)}
+    other.set("item", rows_of([0], 2, 1))
+    other.full(folder / "0")  # applied first
+    with serving.open(config_of(model_of(tables)), warm_up=False) as session:
         seen = []
         watcher = watch.Watcher(session, folder, observe=lambda model, result: seen.append(result), interval_s=0.01)
         watcher.start()
-        watcher.has_looked.wait()
-        assert seen == ["skipped"] * 4 and session.stats()["version"] == 1
-        shutil.move(tmp_path / "4", folder / "4")
-        wait_until(lambda: seen[4:] == ["applied"])
+        assert watcher.has_looked.wait(20)
+        assert seen == ["applied", *["skipped"] * 4] and session.stats()["version"] == 2
+        shutil.move(tmp_path / "5", folder / "5")
+        wait_until(lambda: seen[5:] == ["applied"])
         keys = {"user": np.arange(5)}
         np.testing.assert_array_equal(session.lookup(keys)["user"], [rows_of([key], 2, key)[key] for key in range(5)])
-        shutil.copytree(folder / "0", tmp_path / "copy")
-        shutil.move(tmp_path / "copy", folder / "5")
-        wait_until(lambda: seen[5:] == ["applied"])
+        shutil.copytree(folder / "1", tmp_path / "copy")
+        shutil.move(tmp_path / "copy", folder / "6")
+        wait_until(lambda: seen[6:] == ["applied"])
         assert (session.lookup(keys)["user"][1:] != rows_of([1], 2, 1)[1]).all()
         watcher.close()
 

@@ -80,7 +80,8 @@ class ModelConfig:
     """From this hit rate on misses read the default value, and their rows are fetched in the background; below it
     lookups wait for them. 0: never waits; above 1: always waits, so that answers are exact."""
     embedding_cache_type: Literal["dynamic", "static", "uvm"] = declare(
-        keys.among(("dynamic", "static", "uvm", "stochastic"), stochastic="HPS has disabled it, too"), "dynamic"
+        keys.among(("dynamic", "static", "uvm", "stochastic"), stochastic="HPS has disabled it, too: take dynamic"),
+        "dynamic",
     )
     """One of "dynamic", a cache over rows in host memory; "static", all rows on the device; and "uvm", `gpucacheper` of
     the rows on the device, and the others in host memory, which the device reads."""

@@ -72,7 +72,7 @@ class Model:
     exports: Mapping[str, str | None]
     """The `uuid` of the export that each table holds; None: no delta can follow what it holds."""
     opened: Mapping[str, Sequence[str]]
-    """The `uuid`s of the exports, up to this one, with which each table was opened; none after an update."""
+    """The `uuid`s of the exports, up to this one, with which each table was opened; none after its update."""
 
 
 class Served:

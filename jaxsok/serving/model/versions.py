@@ -43,7 +43,7 @@ class Version:
     is_split: bool  # whether each part has the keys that it owns; otherwise all have all rows, and the same maps
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
-    opened: Mapping[str, Sequence[str]]  # by table, the exports up to that it was opened with; none after an update
+    opened: Mapping[str, Sequence[str]]  # by table, the exports up to that it was opened with; none after its update
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
@@ -81,7 +81,7 @@ class Version:
             number=self.number + 1,
             files={**self.files, **{name: str(found.path) for name, found in opened.items()}},
             uuids={**self.uuids, **{name: found.uuid for name, found in opened.items()}},
-            opened={},
+            opened={name: links for name, links in self.opened.items() if name not in opened},
             served=served,
             dense_file=dense_file,
         )
