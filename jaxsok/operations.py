@@ -445,10 +445,12 @@ def check_state(op: str, collection: Declared, state: State) -> None:
         )
 
     for spec, store in zip(collection.stores, state.stores, strict=True):
-        rows, states = (store.tier[0].rows, store.tier[0].states) if store.tier else (store.rows[0], store.states)
-        found = [array.dtype if store.tier else array[0].dtype for array in states]
-        if rows.dtype != _ROW_DTYPES[spec.dtype] or any(dtype != np.float32 for dtype in found):
-            got, wanted = [str(rows.dtype), *map(str, found)], [spec.dtype, *["float32"] * len(found)]
+        if store.tier:
+            rows, states = store.tier[0].rows, store.tier[0].states[:1]  # who casts one, casts all
+        else:
+            rows, states = store.rows[0], store.states[0][:1] if store.states else ()
+        if rows.dtype != _ROW_DTYPES[spec.dtype] or (states and states[0].dtype != _ROW_DTYPES["float32"]):
+            got, wanted = [str(array.dtype) for array in (rows, *states)], [spec.dtype, "float32"][: 1 + len(states)]
             raise ValueError(
                 f"{op}: state: got rows and optimizer state of dtypes {got}, wanted {wanted}; cast the parameters of "
                 "the model alone (of Flax's NNX nnx.state(model, nnx.Param)), not its tables."
