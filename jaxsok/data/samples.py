@@ -169,8 +169,8 @@ class BlockSource(Source):
         for name, column in columns.items():
             if (found := _count_samples(column)) != wanted:
                 raise ValueError(
-                    f'{what} "{name}": got {found} samples, wanted {wanted}, as '
-                    "when the source was made; if its files have changed, make the source again."
+                    f'{what} "{name}": got {found} samples, wanted {wanted}, as when the source was made; if its '
+                    "files have changed, make the source again."
                 )
         return columns
 

@@ -43,13 +43,14 @@ class Version:
     is_split: bool  # whether each part has the keys that it owns; otherwise all have all rows, and the same maps
     files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
-    opened: Mapping[str, Sequence[str]]  # by table, the exports up to that it was opened with; none after its update
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
     stored: Any = None  # `DatabaseRows`, where the rows lie in databases: then `tables` have no arrays
     stored_rows: Mapping[str, int] | None = None  # by table in these databases, counted when the version was made
     replaced: frozenset[str] = frozenset()  # tables that this version has replaced whole in a database
+    # By table, the exports up to that with which it was opened; none after its update.
+    opened: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def tables(self) -> FrozenTables:
@@ -68,8 +69,7 @@ class Version:
         """Makes the first version, of the files of a configuration."""
         opened = {table.name: source for table, source in given}
         unknowns = {name: source.unknown for name, source in opened.items()}
-        none: dict[str, Any] = {"files": {}, "uuids": {}, "opened": {}}
-        before = cls(number=0, parts=tuple(parts), is_split=config.is_split, unknowns=unknowns, **none)
+        before = cls(number=0, parts=tuple(parts), is_split=config.is_split, files={}, uuids={}, unknowns=unknowns)
         made = before.make_next(opened, (served, str(config.dense_file or "")))
         return dataclasses.replace(made, opened={name: source.links for name, source in opened.items()})
 
