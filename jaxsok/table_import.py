@@ -126,6 +126,12 @@ def check_chunk(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndar
                 "what is of another optimizer: Records(keys, rows, state={})."
             )
         arrays[f"state.{name}"] = _floats(f"{what}: state {name!r}", array, (size, widths[name]), "float32")
+    unusable = set(records.state) - set(spec.optimizer.usable_states(spec.dim, list(records.state)))
+    if unusable:
+        raise ValueError(
+            f"{what}: state: got {sorted(unusable)} with {sorted(set(records.state) - unusable)} alone, wanted all of "
+            f"{list(widths)}, or none: it says that the rest has begun."
+        )
     given = {"last_step": records.last_step, "frequency": records.frequency}
     statistics = {name: np.asarray(words) for name, words in given.items() if words is not None}
     if len(statistics) == 1:

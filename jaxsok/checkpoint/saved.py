@@ -166,7 +166,7 @@ def check_forms(
                 'pass optimizer_state="initial" to start from the initial state.'
             )
         matching = tuple(state for state, dim in declared.items() if saved.get(state) == dim)
-        taken[name] = () if optimizer_state == "initial" else matching
+        taken[name] = () if optimizer_state == "initial" else spec.optimizer.usable_states(spec.dim, matching)
         if form.dtype != wanted.dtype:
             LOG.warning('%s: table "%s": rows of %s become %s, rounded to nearest.', op, name, form.dtype, wanted.dtype)
     return taken

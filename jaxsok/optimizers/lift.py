@@ -170,6 +170,13 @@ class Lifted(Optimizer):
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         return self._form(dim).state_specs
 
+    def usable_states(self, dim: int, names: Sequence[str]) -> tuple[str, ...]:
+        """Leaves the mark of a started row out, unless all state is there that begins as a function of the row."""
+        form = self._form(dim)
+        copied = {spec.name for spec, is_copied in zip(form.state_specs, form.copied, strict=False) if is_copied}
+        mark = form.state_specs[-1].name if form.has_started else None
+        return tuple(name for name in names if name != mark or copied <= set(names))
+
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
         return self._form(dim).global_state
 

@@ -10,7 +10,7 @@ kernel, which does the same and is used where no limits are set.
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -113,6 +113,10 @@ class Optimizer(abc.ABC):
         It may use operations on each column (arithmetic, comparisons, `jnp.where`, roots, powers, exp, log) and sums,
         means, norms, maxima and minima over the columns.
         """
+
+    def usable_states(self, dim: int, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns those of the states of these names that rows can go on with where the others start over."""
+        return tuple(names)
 
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
         """Returns the initial optimizer state that belongs to no row; only lifted optimizers have any."""

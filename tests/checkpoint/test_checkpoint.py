@@ -1,5 +1,6 @@
 """Checkpoints: a saved state is restored onto any mesh; damaged or unfitting files are refused."""
 
+import collections
 import dataclasses
 import json
 import logging
@@ -492,6 +493,48 @@ def test_lifted_state_of_no_row_is_restored_by_its_place(tmp_path, caplog):
         assert ("begins with its initial value: " + new in caplog.text) if new else not caplog.text
         third = collection_of(second.tables)
         assert checkpoint.load(path, third, optimizer_state="initial").stores[0].globals_[0].item() == 0
+
+
+def _pull(rate, name):
+    """A transformation whose state begins as a copy of the row, and pulls it back there."""
+    kept = collections.namedtuple("Kept", [name])
+
+    def init(params):
+        return kept(jax.tree.map(jnp.array, params))
+
+    def update(gradients, state, params):
+        pulled = jax.tree.map(lambda gradient, now, first: gradient + rate * (now - first), gradients, params, state[0])
+        return pulled, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_state_that_begins_as_the_row_begins_again_unless_it_was_saved(tmp_path):
+    """The mark of a started row alone is not taken from another optimizer: its copy of the row would be 0."""
+    saved, other = (optim.lift(optax.chain(_pull(0.5, name), optax.sgd(0.1))) for name in ("first", "anchor"))
+    first, second = (
+        collection_of([jaxsok.TableSpec("item", 4, kind, capacity=64, initializer="ones")]) for kind in (saved, other)
+    )
+    state = train(first, first.init(), 3)
+    exported = first.export_table(state, "item")
+    checkpoint.export_full(tmp_path / "saved", first, state)
+    state = checkpoint.load(tmp_path / "saved", second, optimizer_state="matching")
+    assert not second.export_table(state, "item")["state"]["started"].any()
+    batch = second.batch({"item": exported["keys"].astype(np.int64)})
+    for _ in range(2):
+        embeddings, state, plan = second.lookup(state, batch.features)
+        state, _ = second.update(state, plan, jax.tree.map(jnp.zeros_like, embeddings))
+    got = second.export_table(state, "item")
+    order, wanted = np.argsort(got["keys"]), np.argsort(exported["keys"])
+    np.testing.assert_array_equal(got["rows"][order], exported["rows"][wanted])
+    np.testing.assert_array_equal(got["state"]["anchor"][order], exported["rows"][wanted])
+
+    records = jaxsok.Records(got["keys"], got["rows"], {"started": got["state"]["started"]})
+    with pytest.raises(ValueError, match=r"got \['started'\] with \[\] alone, wanted all of \['anchor', 'started'\]"):
+        second.import_table(second.init(), "item", records)
+    whole = dataclasses.replace(records, state=got["state"])
+    again = second.export_table(second.import_table(second.init(), "item", whole), "item")
+    np.testing.assert_array_equal(np.sort(again["state"]["anchor"], axis=0), np.sort(got["state"]["anchor"], axis=0))
 
 
 def test_rows_of_another_dtype_are_converted(eight, saved, caplog):
