@@ -1,12 +1,8 @@
 """Prefetches batches with their plans, and chooses send capacities.
 
-A thread reads raw batches and packs them. When batch k is handed out, the next one is packed and its copy to the
-devices has begun, and the one after that is read and packed while the caller dispatches step k. On a GPU a copy waits
-for the programs that were dispatched before it, and runs at the same time as later ones: the copy of batch k + 1 runs
-during step k. Therefore nothing that reads a batch is dispatched before the step that follows its packing.
-
-With `prefetch=0` the same happens without that thread. The calling thread reads, and begins to pack batch k + 2 just
-before it hands out batch k: the library's threads then pack while the caller dispatches step k.
+When batch k is handed out, the next one is packed and its copy to the devices has begun (see `batch_reader`). On a GPU
+a copy waits for the programs that were dispatched before it, and runs at the same time as later ones: the copy of batch
+k + 1 runs during step k. Therefore nothing that reads a batch is dispatched before the step that follows its packing.
 
 On a mesh, when batch k is handed out, the plans of the next two are running on the devices, and batches k + 3 and k + 4
 are on their way. When the caller, having dispatched step k, asks for batch k + 1, the host reads the counts of its
@@ -19,15 +15,11 @@ With `steps_per_call` all this holds of calls in place of batches: the batches o
 planned by one program.
 """
 
-import concurrent.futures
-import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
 import itertools
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -39,13 +31,14 @@ from jax import lax
 
 from jaxsok import processes
 from jaxsok.annotations import annotate
+from jaxsok.batch_reader import BatchReader
 from jaxsok.checks import not_none
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
-from jaxsok.features import NO_FEATURES, Bags, Batch, FeatureLayout, Features
+from jaxsok.features import NO_FEATURES, Batch, FeatureLayout, Features
 from jaxsok.growth import GrowthTracker
-from jaxsok.pack import Begun, HostBatch, Packer, Packing, PadTo
+from jaxsok.pack import Packer, PadTo
 from jaxsok.plan import Loads, Plan
-from jaxsok.settings import current_settings, in_settings, mesh_of_thread
+from jaxsok.settings import mesh_of_thread
 from jaxsok.shards import Shards, view_on_host
 from jaxsok.specs import StoreSpec
 
@@ -115,97 +108,6 @@ class _Coming:
     loads: Loads = ()
 
 
-_Read = tuple[Packing, Any] | None
-"""A batch on its way to the devices, and the iterator's state after it; None: there is no further batch."""
-
-
-class _Slot(concurrent.futures.Future):
-    """A future of the reader's thread."""
-
-    def __init__(self, settings: tuple | None):
-        super().__init__()
-        self.settings = settings
-        """JAX's settings in the thread that opened the slot."""
-        self.is_requested = False
-        """True as soon as the reader is sure to fill it."""
-
-
-class _Stages:
-    """A future that has no thread: the caller that needs its result reads, packs and sends a batch, in stages.
-
-    Ctrl-C is raised at once; the stage is done again when the result is needed, by the end of the loop or a later one.
-    """
-
-    def __init__(self, pipeline: "Pipeline"):
-        self._pipeline: Pipeline | None = pipeline  # None at the end
-        self._raw: tuple[Mapping[str, Any], ...] = ()  # one, from when it is read until it is packed
-        self._state: Any = None
-        self._begun: Begun | None = None
-        self._packed: HostBatch | Batch | None = None
-        self._result: _Read = None
-        self._error: BaseException | None = None
-
-    def run_next(self) -> None:
-        """Runs one stage, if there is one left."""
-        if (pipeline := self._pipeline) is None:
-            return
-        try:
-            self._run_stage(pipeline, pipeline._collection.packer)
-        except Exception as error:
-            pipeline._is_read = True
-            self._end(None, error)
-        except BaseException:
-            self._begun = None  # it is packed again
-            raise
-
-    def pack(self) -> None:
-        """Runs stages until the batch is packed: then the reader may fill its arrays again."""
-        while self._pipeline is not None and self._packed is None:
-            self.run_next()
-
-    def _run_stage(self, pipeline: "Pipeline", packer: Packer) -> None:
-        """Reads a batch and begins to pack it; waits until it is packed; or sends it."""
-        if self._packed is not None:
-            self._end((packer.send(self._packed), self._state), None)
-        elif self._begun is not None:
-            packed = packer.complete(self._begun)
-            # The reader may fill its own arrays again before the batch is handed out.
-            self._packed = dataclasses.replace(packed, rest=_copy_arrays(packed.rest))
-            self._raw, self._begun = (), None
-        elif self._raw or self._read(pipeline):
-            self._state = pipeline._state_of_batches()
-            self._begun = packer.begin(self._raw[0], pipeline._pad_to)
-        else:
-            self._end(None, None)
-
-    def _end(self, result: _Read, error: BaseException | None) -> None:
-        """Keeps the result, and nothing else."""
-        self._result, self._error, self._pipeline = result, error, None
-        self._raw, self._begun, self._packed = (), None, None
-
-    def _read(self, pipeline: "Pipeline") -> bool:
-        """Reads the raw batch; returns False if there is none."""
-        if not pipeline._is_read:
-            # `for` keeps the batch before a Ctrl-C is heard, unlike a call of `next`.
-            for raw in map(next, (pipeline._batches,)):
-                self._raw = (raw,)
-            if not self._raw:
-                pipeline._is_read = True
-        return bool(self._raw)
-
-    def exception(self) -> BaseException | None:
-        """Runs all stages; returns what one of them raised."""
-        while self._pipeline is not None:
-            self.run_next()
-        return self._error
-
-    def result(self) -> _Read:
-        """Runs all stages; returns their result."""
-        if error := self.exception():
-            raise error
-        return self._result
-
-
 class Pipeline:
     """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested.
 
@@ -225,12 +127,9 @@ class Pipeline:
         self._collection, self._ahead = collection, ahead
         self._steps_per_call, self._num_packed = steps_per_call, (prefetch or PACKED_AHEAD) * steps_per_call
         collection.packer.batches_per_call = max(collection.packer.batches_per_call, steps_per_call)
-        self._batches = iter(batches)
-        self._pad_to = pad_to
+        self._reader = BatchReader(collection.packer, batches, pad_to, has_thread=bool(prefetch))
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
-        # Batches that are being read and packed, or are packed; with the iterator's state after each.
-        self._packed: tuple[_Slot | _Stages, ...] = ()
         # Batches of the next call, perhaps one of another form after them; with the iterator's state after each.
         self._taken: tuple[tuple[Batch, Any, tuple | None], ...] = ()
         # Batches with plans under way, then with plans whose capacities suffice. After a loop that breaks off a second
@@ -238,8 +137,7 @@ class Pipeline:
         self._under_way: tuple[_Coming, ...] = ()
         self._ready: tuple[_Coming, ...] = ()
         self._num_handed_out = 0
-        self._state = self._state_of_batches()
-        self._is_read = False  # nothing is read any more: there is no more, or reading failed, or the loop is over
+        self._state = self._reader.state_of_batches()
         self._failed: BaseException | None = None  # raised in its turn: the batches before it are handed out first
         self._joins = False  # steps made by `jit` plan later batches
         self._left: _Coming | None = None  # the last batch read, whose plan is left to the next such step
@@ -248,9 +146,6 @@ class Pipeline:
         self._layouts_met: set[tuple] = set()  # those that other processes have, too
         self._num_dispatched, self._has_ended = 0, False
         self._loop: object = None  # the newest one
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.pipeline") if prefetch else None
-        self._reader_id: int | None = None  # of its thread
-        self._reading = threading.Lock()  # held by the reader: Ctrl-C while its thread starts may leave two
         self.num_replanned = 0
         """Batches that had more keys for one owner than their capacity, and were planned again."""
 
@@ -349,19 +244,15 @@ class Pipeline:
         """Returns the state of the iterator of batches after the batch handed out last; None if it reports none."""
         return self._state
 
-    def _state_of_batches(self) -> Any:
-        get_state = getattr(self._batches, "get_state", None)
-        return None if get_state is None else get_state()
-
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        self._is_read, self._has_ended, self._loop = False, False, (loop := object())
+        self._reader.is_over, self._has_ended, self._loop = False, False, (loop := object())
         is_finalizing = sys.is_finalizing  # when a script ends, modules may be gone
         try:
             self._make_ready(1)
             while self._ready:
                 self._make_ready(1 + self._ahead.reach)
                 # All of the next call: copies that begin later would wait for the call that is handed out now.
-                self._pack(self._num_packed, self._steps_per_call)
+                self._reader.pack(self._num_packed, self._steps_per_call)
                 coming = self._ready[0]
                 plan = self._with_following(coming.batch, not_none(coming.plan))
                 handed_out = coming if self._joins and _is_in_one_round(plan) else None
@@ -369,17 +260,15 @@ class Pipeline:
                 self._num_handed_out += 1
                 yield coming.batch, plan
                 if self._loop is not loop:  # a newer loop has begun, and perhaps ended
-                    self._is_read, self._loop = False, loop
+                    self._reader.is_over, self._loop = False, loop
                 self._plan_left()
                 self._make_ready(1)
         finally:  # when it returns, nothing reads the caller's iterator any more
             self._collection.growth.loops.discard(loop)
             if self._loop is loop:
-                self._is_read, self._handed_out = True, None
-                # Where the reader collects this, it would wait for itself.
-                if not is_finalizing() and threading.get_ident() != self._reader_id:
-                    ended = [packed for packed in self._packed if self._wait_for(packed) or packed.result()]
-                    self._packed = tuple(ended)
+                self._reader.is_over, self._handed_out = True, None
+                if not is_finalizing():
+                    self._reader.stop()
         if (error := self._failed) is not None:
             self._failed = None  # a later loop goes on behind it
             raise error
@@ -432,46 +321,6 @@ class Pipeline:
             plan, following=plans, staleness=self._ahead.staleness, updates_before=int(is_updated)
         )
 
-    def _pack(self, num_batches: int, num_awaited: int = 1) -> None:
-        """Reads and packs until there are `num_batches` batches, or no more; waits for the first `num_awaited`."""
-        while len(self._packed) < num_batches and not self._is_read:
-            if self._reader is not None:
-                slot = _Slot(current_settings())
-                self._packed = (*self._packed, slot)
-                self._request(slot)
-                continue
-            if self._packed and isinstance(last := self._packed[-1], _Stages):
-                last.pack()  # since the reader may fill its arrays again
-            stages = _Stages(self)
-            self._packed = (*self._packed, stages)
-            stages.run_next()
-        for packed in self._packed[:num_awaited]:
-            self._wait_for(packed)
-
-    def _request(self, slot: _Slot) -> None:
-        not_none(self._reader).submit(self._fill)
-        slot.is_requested = True
-
-    def _wait_for(self, packed: _Slot | _Stages) -> BaseException | None:
-        """Waits until a batch is packed; returns what was raised."""
-        if isinstance(packed, _Slot) and not packed.is_requested:  # Ctrl-C came first
-            self._request(packed)
-        return packed.exception()
-
-    def _fill(self) -> None:
-        """Fills all open slots in the reader's thread, under the settings of the threads that opened them."""
-        with self._reading:
-            self._reader_id = threading.get_ident()
-            while (slot := next((s for s in self._packed if isinstance(s, _Slot) and not s.done()), None)) is not None:
-                try:
-                    settings = slot.settings
-                    with contextlib.nullcontext() if settings is None else in_settings(settings):
-                        read = _Stages(self).result()
-                except BaseException as error:
-                    slot.set_exception(error)
-                else:
-                    slot.set_result(read)
-
     def _dispatch_next(self, is_planned: bool, is_left: bool = False) -> bool:
         """Sends the next batch on its way, its plan dispatched or left to a step; returns False at the end."""
         if not (num_batches := self._take_call()):
@@ -514,25 +363,25 @@ class Pipeline:
 
     def _take_batch(self) -> bool:
         """Takes the next batch from the packer; returns False if there is none."""
-        found = None
+        found, reader = None, self._reader
         while found is None:
-            self._pack(1)
-            if not self._packed or self._failed is not None:
+            reader.pack(1)
+            if not reader.packed or self._failed is not None:
                 return False
-            packed = self._packed[0]
+            packed = reader.packed[0]
             if (error := packed.exception()) is not None:
-                self._failed, self._packed = error, self._packed[1:]
+                self._failed, reader.packed = error, reader.packed[1:]
                 return False
             if (found := packed.result()) is None:  # there was no more, or a loop that ended read no more
-                self._packed = self._packed[1:]
+                reader.packed = reader.packed[1:]
         packing, state = found
         batch, form = self._collection.packer.finish(packing), None
         if self._steps_per_call > 1:
             if (error := _refusal_of(self._collection.shards, batch)) is not None:
-                self._is_read, self._failed, self._packed = True, error, self._packed[1:]
+                reader.is_over, self._failed, reader.packed = True, error, reader.packed[1:]
                 return False
             form = _form_of(batch)
-        self._taken, self._packed = (*self._taken, (batch, state, form)), self._packed[1:]
+        self._taken, reader.packed = (*self._taken, (batch, state, form)), reader.packed[1:]
         return True
 
     def _sizes_of(self, features: Features, number: int, num_batches: int) -> _Sizes:
@@ -613,24 +462,6 @@ class Pipeline:
         size = max(least, rounded_capacity(int(load * HEADROOM)))
         self._in_use[s].add(size)
         return size
-
-
-def _copy_arrays(value: Any) -> Any:
-    """Copies the NumPy arrays of a value, also in bags and containers; other leaves stay."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, Bags):
-        return Bags(**{field.name: _copy_arrays(getattr(value, field.name)) for field in dataclasses.fields(value)})
-    if type(value) in (list, tuple):
-        return type(value)(map(_copy_arrays, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copy_arrays, value))
-    if isinstance(value, dict):
-        result = copy.copy(value)  # of its own kind
-        for name, each in value.items():
-            result[name] = _copy_arrays(each)
-        return result
-    return value
 
 
 def _form_of(tree: Batch | Plan, first_axis: int = 0) -> tuple:

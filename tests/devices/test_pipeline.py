@@ -564,7 +564,8 @@ def test_ctrl_c_at_any_call_loses_no_batch(way):
 def test_ctrl_c_while_the_reader_is_told_to_read():
     """The batch comes although its reading was never begun, and no two threads read at the same time."""
     pipeline = collection(None).pipeline(Log(6))
-    submit, calls = pipeline._reader.submit, itertools.count()
+    executor, calls = pipeline._reader._executor, itertools.count()
+    submit = executor.submit
 
     def pressed(*args):
         if (number := next(calls)) == 2:
@@ -574,7 +575,7 @@ def test_ctrl_c_while_the_reader_is_told_to_read():
             raise KeyboardInterrupt
         return future
 
-    pipeline._reader.submit, seen = pressed, []
+    executor.submit, seen = pressed, []
     for _ in range(3):
         with contextlib.suppress(KeyboardInterrupt):
             for batch, _ in pipeline:
@@ -596,7 +597,8 @@ def test_an_older_iterator_that_goes_ends_no_newer_loop():
 
 def press_twice(pipeline, monkeypatch, seen):
     """Loops until Ctrl-C comes in the loop, and again where its end waits."""
-    wait, calls = type(pipeline)._wait_for, itertools.count()
+    kind = type(pipeline._reader)
+    wait, calls = kind._wait_for, itertools.count()
 
     def pressed(self, packed):
         if next(calls) in (3, 4):
@@ -604,7 +606,7 @@ def press_twice(pipeline, monkeypatch, seen):
         return wait(self, packed)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(pipeline), "_wait_for", pressed)
+        patched.setattr(kind, "_wait_for", pressed)
         with pytest.raises(KeyboardInterrupt):
             seen += (number_of(batch) for batch, _ in pipeline)
 
@@ -635,11 +637,11 @@ def test_a_pipeline_that_is_forgotten_leaves_no_batch():
     pipeline = collection(None).pipeline(Log(9), prefetch=0)
     for _, _ in zip(pipeline, range(2), strict=False):
         pass
-    gone = weakref.ref(pipeline)
+    gone = weakref.ref(pipeline), weakref.ref(pipeline._reader)
     gc.disable()
     try:
         del pipeline
-        assert gone() is None
+        assert [there() for there in gone] == [None, None]
     finally:
         gc.enable()
 
