@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import checks, features as features_lib, keys as keys_lib
+from jaxsok import checks, keys as keys_lib, raw_features
 from jaxsok.checks import not_none
 from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
@@ -93,7 +93,7 @@ def from_kjt(
         name, got = ("values", values) if values.ndim != 1 else ("weights", not_none(weights))
         raise ValueError(f"from_kjt: {name}: got shape {list(got.shape)}, wanted [num_keys].")
     lengths = lengths.reshape(len(names), -1)
-    features_lib.bag_offsets(lengths.reshape(-1), "lengths", values.shape[0], "from_kjt")
+    raw_features.bag_offsets(lengths.reshape(-1), "lengths", values.shape[0], "from_kjt")
     bounds = np.append(0, np.cumsum(lengths.sum(axis=1, dtype=np.int64))).tolist()
     parts = [slice(*part) for part in itertools.pairwise([*bounds[:-1], None])]
     return {
@@ -135,10 +135,10 @@ def safe_bags(ids: Any, *, combiner: Combiner = "mean", default_key: int | None 
     keys = keys_lib.from_words(words)
     offsets = np.arange(keys.shape[0] + 1) * (keys.size // max(1, keys.shape[0]))
     if bags.lengths is not None or bags.offsets is not None:
-        offsets = features_lib.read_offsets(bags, words, what)
+        offsets = raw_features.read_offsets(bags, words, what)
     keys = keys.reshape(-1)[: offsets[-1]]
     places, is_kept = np.repeat(np.arange(offsets.size - 1), np.diff(offsets)), keys.view(np.int64) >= 0
-    weights = features_lib.weights_on_host(bags.weights, words.shape[:-1], what)
+    weights = raw_features.weights_on_host(bags.weights, words.shape[:-1], what)
     if weights is not None:
         weights = weights.reshape(-1)[: keys.size]
         is_kept &= (combiner == "sum") | (weights > 0)
@@ -289,7 +289,7 @@ def _coo_to_bags(spec: FeatureSpec, value: Any, what: str) -> Bags:
             f"[{indices.shape[0]}]."
         )
     keys = keys_lib.from_words(keys)
-    weights = features_lib.weights_on_host(value.weights, keys.shape, what)
+    weights = raw_features.weights_on_host(value.weights, keys.shape, what)
     columns = (indices if indices.ndim == 2 else indices[:, None]).T
     for axis, (name, line) in enumerate(zip(("bag", "column"), columns, strict=False)):
         outside = np.flatnonzero((line < 0) | (line >= shape[axis]))

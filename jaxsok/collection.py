@@ -19,7 +19,6 @@ from jaxsok import (
     declaration,
     enlarge,
     evict as evict_lib,
-    features as features_lib,
     gradients as gradients_lib,
     grow as grow_lib,
     guards,
@@ -32,6 +31,7 @@ from jaxsok import (
     plan as plan_lib,
     policies,
     processes,
+    raw_features,
     specs as specs_lib,
     stacking,
     table_export,
@@ -1030,7 +1030,7 @@ class Collection:
         num_shards = self.shards.num_shards
         features = batch.features if isinstance(batch, Batch) else batch
         if features is None:
-            parts = [features_lib.shapes_of(store, (), {}) for store in self.stores]
+            parts = [raw_features.shapes_of(store, (), {}) for store in self.stores]
         else:
             check_features("memory_estimate", self, features)
             if num_stacked(features):

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsok import checks, features as features_lib, specs as specs_lib
+from jaxsok import checks, raw_features, specs as specs_lib
 from jaxsok.checks import not_none
 from jaxsok.enlarge import next_capacity
 from jaxsok.exchange import default_send_capacity
@@ -274,7 +274,7 @@ def memory_estimate(
     specs_lib.check_declarations(op, tables, features, num_shards, exchange)
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
-    parts = [features_lib.shapes_of(store, features if sizes else (), sizes) for store in stores]
+    parts = [raw_features.shapes_of(store, features if sizes else (), sizes) for store in stores]
     device = {"device_bytes": device_bytes, "memory_fraction": memory_fraction}
     pipeline = {"lookahead": lookahead, "steps_per_call": steps_per_call}
     return estimate(tables, stores, parts, None, num_rows, exchange, steps=steps, **pipeline, **device)

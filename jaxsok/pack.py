@@ -23,10 +23,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import adapters, checks, features as features_lib, keys as keys_lib, settings, split as split_lib
+from jaxsok import adapters, checks, keys as keys_lib, raw_features, settings, split as split_lib
 from jaxsok.annotations import annotate
 from jaxsok.checks import not_none
-from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures
+from jaxsok.features import Bags, Batch, FeatureLayout, Features, StoreFeatures, bags_of
 from jaxsok.host_buffers import ALIGNMENT, HostBuffers
 from jaxsok.kernels import pack as kernel
 from jaxsok.keys import PADDING_WORD
@@ -267,7 +267,7 @@ class HostPacker:
     ):
         self._stores, self._features, self._tag = tuple(stores), tuple(features), tag
         self._numbers, self._num_shards, self._num_processes = numbers, num_shards, num_processes
-        self._of_store = [features_lib.features_of(store, features) for store in stores]
+        self._of_store = [raw_features.features_of(store, features) for store in stores]
         self._recipes: dict[Any, _Recipe | None] = {}
         self._sized: dict[Any, _Sized | None] = {}
         self._layouts: dict[Any, tuple[FeatureLayout, ...]] = {}
@@ -290,10 +290,10 @@ class HostPacker:
         recipe = None if given is None else self._recipes.get(self._key(given, pad_to, is_split))
         if given is None or recipe is None:
             raw = adapters.convert_features(raw, self._features)
-            features_lib.require_features(raw, self._features)
-            features_lib.require_samples(raw, self._features)
+            raw_features.require_features(raw, self._features)
+            raw_features.require_samples(raw, self._features)
             return self.start_checked(raw, pad_to, is_split)
-        features_lib.require_lines(features_lib.rest_of(raw, self._features), recipe.num_samples)
+        raw_features.require_lines(raw_features.rest_of(raw, self._features), recipe.num_samples)
         return self._follow(recipe, given, Begun(raw, pad_to, is_split))
 
     def resolve(self, raw: Any, pad_to: PadTo, is_split: bool) -> int | None:
@@ -305,8 +305,8 @@ class HostPacker:
         if isinstance(raw, HostBatch):
             return raw.pad_to
         raw = adapters.convert_features(raw, self._features)
-        features_lib.require_features(raw, self._features)
-        counts = (features_lib.count_samples(raw[spec.name]) for spec in self._features)
+        raw_features.require_features(raw, self._features)
+        counts = (raw_features.count_samples(raw[spec.name]) for spec in self._features)
         num_parts = len(self._numbers) if is_split else 1
         return max(1, -(-next(filter(None, counts), 1) // num_parts)) * num_parts
 
@@ -409,7 +409,7 @@ class HostPacker:
             itemsize, width = (4, ()) if is_narrow else (8, (2,))
             at_keys, at_weights = memory.reserve(itemsize * num_keys), memory.reserve(4 * num_weights)
             places.append(((at_keys, np.uint32, num_keys, *width), (at_weights, np.float32, num_weights)))
-            made = features_lib.layouts_of(spec, parts)
+            made = raw_features.layouts_of(spec, parts)
             # One object for equal layouts: JAX compares them for each batch.
             layouts.append(_keep(self._layouts, made, lambda made=made: made))
             unsigned.append(_unsigned_of(store, made) if is_narrow else None)
@@ -470,7 +470,7 @@ class HostPacker:
             arrays,
             tuple(sized.layouts),
             sized.unsigned,
-            features_lib.rest_of(begun.raw, self._features),
+            raw_features.rest_of(begun.raw, self._features),
             self._tag,
             num_parts,
             begun.is_split,
@@ -495,7 +495,7 @@ class HostPacker:
         longest = (ends[:, 1:] - ends[:, :-1]).max(axis=1)
         if (longest > recipe.limits).any():
             return None
-        return tuple(features_lib.buffer_size(int(longest[i])) for i in recipe.free)
+        return tuple(raw_features.buffer_size(int(longest[i])) for i in recipe.free)
 
     def host_buffers(self) -> HostBuffers:
         if self._buffers is None or self._buffers.process_id != os.getpid():
@@ -590,9 +590,9 @@ class Packer(HostPacker):
             raw, mask = split_lib.pad(raw, self._features, pad_to)
         if is_split:
             return split_lib.pack_for_shards(raw, self._stores, self._features, self._tag, self._shards, mask)
-        features_lib.require_features(raw, self._features)
-        stores = jax.tree.map(jnp.asarray, features_lib.pack_stores(raw, self._stores, self._features))
-        rest = features_lib.rest_of(raw, self._features)
+        raw_features.require_features(raw, self._features)
+        stores = jax.tree.map(jnp.asarray, raw_features.pack_stores(raw, self._stores, self._features))
+        rest = raw_features.rest_of(raw, self._features)
         return Batch(Features(stores, self._tag, self._num_shards), rest, None if mask is None else jnp.asarray(mask))
 
     def for_workers(self) -> HostPacker:
@@ -627,7 +627,7 @@ def _with_arrays(value: Any) -> Any:
     """Converts lists of numbers to arrays; returns a feature as it is where that is not possible."""
     if isinstance(value, np.ndarray):
         return value
-    bags = features_lib.bags_of(value)
+    bags = bags_of(value)
     names = ("keys", "lengths", "offsets", "weights")
     try:
         return dataclasses.replace(bags, **{name: _as_numpy(getattr(bags, name)) for name in names})
@@ -728,7 +728,7 @@ def _describe(
     )
 
 
-def _part(source: _Source, size: int, num_bags: int) -> features_lib.Part:
+def _part(source: _Source, size: int, num_bags: int) -> raw_features.Part:
     """Describes one part of a feature as `features.py` reads it, without arrays."""
     spec = source.spec
     offsets = jax.ShapeDtypeStruct((num_bags + 1,), jnp.int32) if source.has_offsets else None
@@ -743,7 +743,7 @@ def _part(source: _Source, size: int, num_bags: int) -> features_lib.Part:
     if spec.combiner is None:
         num_bags, hotness = size, 1
     words = jax.ShapeDtypeStruct((size, 2), jnp.uint32)
-    return features_lib.Part(spec, words, offsets, weights, num_bags, hotness, shape)
+    return raw_features.Part(spec, words, offsets, weights, num_bags, hotness, shape)
 
 
 def _make_items(dtype: np.dtype, items: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -25,9 +25,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxsok import adapters, checks, features as features_lib, specs as specs_lib, split
+from jaxsok import adapters, checks, raw_features, specs as specs_lib, split
 from jaxsok.checks import not_none
 from jaxsok.exchange import wire_bytes
+from jaxsok.features import Bags
 from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec
 from jaxsok.store import host_row_bytes, row_bytes, store_bytes
@@ -190,18 +191,16 @@ def propose(
     )
 
 
-def read_batch(
-    raw: Mapping[str, Any], features: Sequence[FeatureSpec], what: str
-) -> dict[str, tuple[features_lib.Bags, int]]:
+def read_batch(raw: Mapping[str, Any], features: Sequence[FeatureSpec], what: str) -> dict[str, tuple[Bags, int]]:
     """Does `split.read_bags` with all features of a raw batch; refuses what `Collection.batch` refuses."""
-    features_lib.require_features(raw, features)
+    raw_features.require_features(raw, features)
     raw = adapters.convert_features(raw, features, what)
-    features_lib.require_samples(raw, features)
+    raw_features.require_samples(raw, features)
     read = {}
     for spec in features:
         of_feature = f'{what}: feature "{spec.name}"'
         read[spec.name] = bags, _ = split.read_bags(spec, raw[spec.name], of_feature)
-        features_lib.require_declared(spec, bags, of_feature)
+        raw_features.require_declared(spec, bags, of_feature)
     return read
 
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxsok import checks, features as features_lib, keys as keys_lib
-from jaxsok.features import Bags, Batch, Features, StoreFeatures, offsets_of
+from jaxsok import checks, keys as keys_lib, raw_features
+from jaxsok.features import Bags, Batch, Features, StoreFeatures, bags_of
+from jaxsok.raw_features import offsets_of
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import PADDING_KEY
@@ -31,7 +32,7 @@ def pack_for_shards(
     mask: np.ndarray | None = None,
 ) -> Batch:
     """Packs this process's part of a batch for its shards; entries with a row per sample are split alike."""
-    features_lib.require_features(raw, features)
+    raw_features.require_features(raw, features)
     if any(_is_on_device(raw[spec.name]) for spec in features):
         return _pack_on_device(raw, stores, features, tag, shards)
     numbers = shards.local()
@@ -42,12 +43,12 @@ def pack_for_shards(
         parts[spec.name], num_samples, size = _cut(spec, raw[spec.name], len(numbers), shards)
         specs.append(dataclasses.replace(spec, max_keys=size))
     packed = [
-        features_lib.pack_stores({name: cut[i] for name, cut in parts.items()}, stores, specs)
+        raw_features.pack_stores({name: cut[i] for name, cut in parts.items()}, stores, specs)
         for i in range(len(numbers))
     ]
     leaves, trees = zip(*(jax.tree.flatten(part) for part in packed), strict=True)
     joined = [shards.put(dict(zip(numbers, same, strict=True))) for same in zip(*leaves, strict=True)]
-    rest, split_mask = split_rest(features_lib.rest_of(raw, features), mask, num_samples, shards)
+    rest, split_mask = split_rest(raw_features.rest_of(raw, features), mask, num_samples, shards)
     return Batch(Features(jax.tree.unflatten(trees[0], joined), tag, shards.num_shards), rest, split_mask)
 
 
@@ -65,7 +66,7 @@ def split_rest(
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
     """Adds samples without keys up to `pad_to`, and zeros to entries with a row per sample; marks real samples."""
     checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
-    features_lib.require_features(raw, features)
+    raw_features.require_features(raw, features)
     counts: dict[str, int] = {}
     padded = dict(raw)
     for spec in features:
@@ -81,7 +82,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
             bags = dataclasses.replace(bags, inverse=np.append(bags.inverse, np.full(num_added, num_bags, np.int32)))
         # With an inverse always one empty bag more: shapes must not depend on how many samples were added.
         padded[spec.name] = _add_empty_bags(bags, num_added if bags.inverse is None else 1)
-    rest, mask = pad_rest(features_lib.rest_of(raw, features), next(iter(counts.values()), pad_to), pad_to)
+    rest, mask = pad_rest(raw_features.rest_of(raw, features), next(iter(counts.values()), pad_to), pad_to)
     return padded | rest, mask
 
 
@@ -98,14 +99,14 @@ def pad_rest(rest: Mapping[str, Any], num_samples: int, pad_to: int) -> tuple[di
 
 def read_bags(spec: FeatureSpec, value: Any, what: str) -> tuple[Bags, int]:
     """Reads a feature on the host, checks it, and counts its bags: keys are uint64, ragged features have offsets."""
-    bags = features_lib.bags_of(value)
+    bags = bags_of(value)
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
     keys = keys_lib.from_words(words)
-    weights = features_lib.weights_on_host(bags.weights, keys.shape, what)
+    weights = raw_features.weights_on_host(bags.weights, keys.shape, what)
     is_ragged = bags.lengths is not None or bags.offsets is not None
-    offsets = features_lib.read_offsets(bags, words, what) if is_ragged else None
+    offsets = raw_features.read_offsets(bags, words, what) if is_ragged else None
     num_bags = keys.shape[0] if offsets is None else offsets.shape[0] - 1
-    inverse = None if bags.inverse is None else features_lib.read_inverse(bags, num_bags, what)
+    inverse = None if bags.inverse is None else raw_features.read_inverse(bags, num_bags, what)
     return Bags(keys, offsets=offsets, weights=weights, inverse=inverse), num_bags
 
 
@@ -142,7 +143,7 @@ def _add_empty_bags(bags: Bags, more: int) -> Bags:
 
 
 def _is_on_device(value: Any) -> bool:
-    return any(isinstance(array, jax.Array) for array in vars(features_lib.bags_of(value)).values())
+    return any(isinstance(array, jax.Array) for array in vars(bags_of(value)).values())
 
 
 def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:
@@ -191,7 +192,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
                 f"{what}: max_keys: got None in {shards.num_processes} processes, wanted a number: all of them must "
                 "give their keys one size; declare FeatureSpec(max_keys=...)."
             )
-        size = features_lib.buffer_size(longest)
+        size = raw_features.buffer_size(longest)
     return parts, num_samples, size
 
 
@@ -224,7 +225,7 @@ def _pack_on_device(
     specs = []
     for spec in features:
         what = f'batch: feature "{spec.name}"'
-        bags = features_lib.bags_of(raw[spec.name])
+        bags = bags_of(raw[spec.name])
         if bags.inverse is not None:
             raise ValueError(
                 f"{what}: inverse: got one together with device arrays, wanted NumPy for all features: when traced, it "
@@ -242,7 +243,7 @@ def _pack_on_device(
         limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
         specs.append(dataclasses.replace(spec, max_keys=limit))
     packed = _pack_parts(tuple(stores), tuple(specs), shards, arrays)
-    return Batch(Features(packed, tag, shards.num_shards), features_lib.rest_of(raw, features))
+    return Batch(Features(packed, tag, shards.num_shards), raw_features.rest_of(raw, features))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -251,7 +252,7 @@ def _pack_parts(
 ) -> tuple[StoreFeatures, ...]:
     def pack_part(parts: dict[str, dict[str, Any]]) -> Any:
         bags = {name: Bags(pair["keys"], weights=pair.get("weights")) for name, pair in parts.items()}
-        return jax.tree.map(jnp.asarray, features_lib.pack_stores(bags, stores, features))
+        return jax.tree.map(jnp.asarray, raw_features.pack_stores(bags, stores, features))
 
     return shards.run(pack_part, (arrays,), (shards.spec,), shards.spec)
 

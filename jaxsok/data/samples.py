@@ -21,7 +21,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxsok import adapters, checks, keys as keys_lib
-from jaxsok.features import Bags, bag_offsets, offsets_of
+from jaxsok.features import Bags
+from jaxsok.raw_features import bag_offsets, offsets_of
 from jaxsok.split import cut_bags, pick_bags
 from jaxsok.types import PADDING_KEY
 

@@ -11,7 +11,8 @@ from jaxtyping import Array
 
 from jaxsok import checks
 from jaxsok.collection import Collection
-from jaxsok.features import Bags, count_samples
+from jaxsok.features import Bags
+from jaxsok.raw_features import count_samples
 from jaxsok.serving.errors import RequestError, require_mapping
 from jaxsok.serving.frozen import FrozenTables, require_tables
 from jaxsok.serving.fused import LookupInput, lookup

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks, keys as keys_lib
-from jaxsok.features import Bags, bag_offsets, read_places
+from jaxsok.features import Bags
 from jaxsok.keys import PADDING_WORD
+from jaxsok.raw_features import bag_offsets, read_places
 from jaxsok.serving.errors import RequestError, refusals
 from jaxsok.serving.padding import fill_up, padded_size
 
