@@ -9,7 +9,7 @@ evictions, whose late form record 0030 describes. On a mesh the fullest shard de
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,84 +57,23 @@ def grow(
     rows are in the state already, or will be before the others'; None: nothing. `is_missed`: some of those are not yet.
     """
     specs, shards = tracker.specs, tracker.shards
-    num_shards, stores = specs[0].num_shards, range(len(specs))
     signature = capacities_of(state)
     if tracker.signature != signature:
         tracker.forget()
         tracker.signature = signature
     tracker.begin(coming, steps)
     _warn_of_copies(tracker, state)
-    positions = coming.positions
-    capacities = [capacity // num_shards for capacity in signature]
-    # The keys that may wait in a shard before their buckets are half full; 0: none waits.
-    half_entries = [
-        sum(array.shape[0] // num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
-        for store in state.stores
-    ]
     if untaken is not None:
         tracker.most = [max(pair) for pair in zip(tracker.most, untaken.positions, strict=True)]
-    late = [s for s in stores if _decides_late(specs[s], tracker.most[s])]
-    is_open = [
-        spec.max_capacity is None
-        or capacities[s] < spec.max_capacity
-        or (spec.tables[0].eviction is not None and s not in late)
-        for s, spec in enumerate(specs)
-    ]
+    late = [s for s, spec in enumerate(specs) if _decides_late(spec, tracker.most[s])]
     decided = _Decided({}, [], is_blind=False)
     if untaken is not None:
         decided = _decide_late(tracker, state, untaken, late, is_missed=is_missed)
-    evicting, enlarge, crowded, larger = dict(decided.full), None, [], {}
-
-    def is_short(s: int) -> bool:
-        bound = tracker.bound(s)
-        room = min(capacities[s], specs[s].max_capacity or MAX_CAPACITY)  # a restored store may be larger
-        return is_open[s] and (bound is None or bound + positions[s] > room)
-
-    def is_crowded(s: int) -> bool:
-        bound = tracker.sightings_bound(s)
-        return bool(half_entries[s]) and (bound is None or bound + positions[s] > half_entries[s])
-
-    def is_fresh(s: int) -> bool:
-        """Returns whether nothing was inserted yet, so that the first batch may say how large the store begins."""
-        enough = min(FIRST_CALLS * positions[s], specs[s].max_capacity or MAX_CAPACITY)
-        is_first = tracker.num_calls == 1 and tracker.known[s] == (0, tracker.allowed[s]) and bool(coming.features)
-        return is_first and capacities[s] < enough and not _admits_by_chance(specs[s])
-
-    def is_any_short() -> bool:
-        return any(is_short(s) or is_crowded(s) for s in stores)
-
-    # Often at first, so that a short run gets its warnings.
-    is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
-    is_unplaced = False
+    bounds, evicting, growth = _Bounds.of(tracker, state, coming, late), dict(decided.full), None
     rests = is_at_rest(state, shards)
-    if rests:
-        # No wait. It saves waits later, and does not change what is decided.
-        seen = read_counters(state, num_shards, shards)
-        tracker.learn(seen)
-        is_unplaced = any(seen.num_unplaced)
-        _warn_of_refusals(tracker, capacities, seen)
-    while tracker.under_way and (is_due or is_any_short()):
-        summary, allowed = tracker.under_way.popleft()
-        seen = summary()
-        tracker.learn(seen, allowed)
-        is_unplaced |= any(seen.num_unplaced)
-        _warn_of_refusals(tracker, capacities, seen)
-    if is_unplaced or is_any_short() or any(map(is_fresh, stores)):
-        seen = read_counters(state, num_shards, shards)
-        tracker.num_waits += 1
-        tracker.learn(seen)
-        _warn_of_refusals(tracker, capacities, seen)
-        fresh = [s for s in stores if is_fresh(s)]
-        short = [s for s in stores if is_short(s) or s in fresh]
-        needs = _count(tracker, state, coming, short)
-        first = {s: FIRST_CALLS * (needs[s].num_new - coming.uncounted[s]) for s in fresh}
-        wanted = _rows_to_grow_to(tracker, capacities, positions, needs, first)
-        larger = _new_capacities(tracker, state, wanted)
-        crowded = [s for s in stores if is_crowded(s)]
-        room = {s: WAITING_RESERVES * positions[s] for s in crowded}
-        enlarge = prepare_growth(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
-        counted = (s for s in needs if specs[s].tables[0].eviction is not None and s not in late)
-        evicting |= {s: needs[s] for s in counted if needs[s].is_beyond(specs[s])}
+    if (seen := _look(bounds, state, rests)) is not None:
+        growth = _Growth.of(bounds, state, seen)
+        evicting |= growth.evicting
     if decided.is_blind or (evicting and (state.ahead or is_ahead)):
         state = dataclasses.replace(state, drains="until grow")
     elif evicting:
@@ -142,32 +81,146 @@ def grow(
         evicting |= _mark_used(tracker, state, untaken or coming, decided.full)
         state = _evict(tracker, state, evicting, clock, hand_over)
     summary = None
-    if enlarge is not None:
-        state = enlarge(state)
-        for s in crowded:
+    if growth is not None:
+        state = growth.enlarge(state)
+        for s in growth.crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards), tracker.allowed[s]
-        tracker.num_grown += len(larger)
+        tracker.num_grown += growth.num_stores
         tracker.signature = capacities_of(state)
-    elif not (rests or tracker.under_way) and (
-        is_due
-        or any(
-            # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
-            (known := tracker.known[s]) is not None
-            and (
-                2 * (not_none(tracker.bound(s)) + positions[s]) * is_open[s] > capacity + known[0]
-                or 2 * (not_none(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
-                > half_entries[s] + tracker.sightings[s][0]
-            )
-            for s, capacity in enumerate(capacities)
-        )
-    ):
-        summary = request_counters(state, num_shards, shards)
+    elif not (rests or tracker.under_way) and (bounds.is_due or bounds.is_any_half_used()):
+        summary = request_counters(state, specs[0].num_shards, shards)
         tracker.under_way.append((summary, list(tracker.allowed)))
     if untaken is not None and not (is_ahead and state.drains):
         if decided.looking and summary is None:
-            summary = request_counters(state, num_shards, shards)
+            summary = request_counters(state, specs[0].num_shards, shards)
         _take(tracker, untaken, decided.looking, summary)
     return state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bounds:
+    """Says of each store whether the coming keys have room in it, by what `tracker` knows of its rows."""
+
+    tracker: GrowthTracker
+    coming: Coming
+    capacities: list[int]
+    """Rows of a shard."""
+    half_entries: list[int]
+    """The keys that may wait in a shard before their buckets are half full; 0: none waits."""
+    late: list[int]
+    """The stores that decide late."""
+    is_due: bool
+    """True at calls that learn from counters although no bound needs them."""
+
+    @classmethod
+    def of(cls, tracker: GrowthTracker, state: State, coming: Coming, late: list[int]) -> "_Bounds":
+        num_shards = tracker.specs[0].num_shards
+        half_entries = [
+            sum(array.shape[0] // num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
+            for store in state.stores
+        ]
+        # Often at first, so that a short run gets its warnings.
+        is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
+        capacities = [capacity // num_shards for capacity in capacities_of(state)]
+        return cls(tracker, coming, capacities, half_entries, late, is_due)
+
+    def _may_change(self, s: int) -> bool:
+        """Returns whether a store may grow, or evicts by a count."""
+        spec = self.tracker.specs[s]
+        limit, evicts = spec.max_capacity, spec.tables[0].eviction is not None
+        return limit is None or self.capacities[s] < limit or (evicts and s not in self.late)
+
+    def is_short(self, s: int) -> bool:
+        bound = self.tracker.bound(s)
+        # A restored store may be larger than its limit.
+        room = min(self.capacities[s], self.tracker.specs[s].max_capacity or MAX_CAPACITY)
+        return self._may_change(s) and (bound is None or bound + self.coming.positions[s] > room)
+
+    def is_crowded(self, s: int) -> bool:
+        """Returns whether waiting keys may fill more than half of their buckets."""
+        bound, most = self.tracker.sightings_bound(s), self.half_entries[s]
+        return bool(most) and (bound is None or bound + self.coming.positions[s] > most)
+
+    def is_fresh(self, s: int) -> bool:
+        """Returns whether nothing was inserted yet, so that the first batch may say how large the store begins."""
+        tracker, spec = self.tracker, self.tracker.specs[s]
+        enough = min(FIRST_CALLS * self.coming.positions[s], spec.max_capacity or MAX_CAPACITY)
+        is_first = tracker.num_calls == 1 and tracker.known[s] == (0, tracker.allowed[s]) and bool(self.coming.features)
+        return is_first and self.capacities[s] < enough and not _admits_by_chance(spec)
+
+    def is_any_short(self) -> bool:
+        return any(self.is_short(s) or self.is_crowded(s) for s in range(len(self.capacities)))
+
+    def is_any_half_used(self) -> bool:
+        """Returns whether half of what was left may be gone: then counters arrive before they are needed."""
+        return any(map(self._is_half_used, range(len(self.capacities))))
+
+    def _is_half_used(self, s: int) -> bool:
+        tracker, more = self.tracker, self.coming.positions[s]
+        if (known := tracker.known[s]) is None:
+            return False
+        if self._may_change(s) and 2 * (not_none(tracker.bound(s)) + more) > self.capacities[s] + known[0]:
+            return True
+        most = self.half_entries[s]
+        return bool(most) and 2 * (not_none(tracker.sightings_bound(s)) + more) > most + tracker.sightings[s][0]
+
+
+def _look(bounds: _Bounds, state: State, rests: bool) -> Seen | None:
+    """Learns from counters that are there, and waits for others where bounds need it.
+
+    Returns the present ones if a store must change, else None.
+    """
+    tracker, stores = bounds.tracker, range(len(bounds.capacities))
+    shards, num_shards = tracker.shards, tracker.specs[0].num_shards
+    is_unplaced = False
+    if rests:
+        # No wait. It saves waits later, and does not change what is decided.
+        is_unplaced = _learn(bounds, read_counters(state, num_shards, shards))
+    while tracker.under_way and (bounds.is_due or bounds.is_any_short()):
+        summary, allowed = tracker.under_way.popleft()
+        is_unplaced |= _learn(bounds, summary(), allowed)
+    if not (is_unplaced or bounds.is_any_short() or any(map(bounds.is_fresh, stores))):
+        return None
+    seen = read_counters(state, num_shards, shards)
+    tracker.num_waits += 1
+    _learn(bounds, seen)
+    return seen
+
+
+def _learn(bounds: _Bounds, seen: Seen, allowed: Sequence[int] | None = None) -> bool:
+    """Notes what was seen, and warns; returns whether keys found no entry in the index."""
+    bounds.tracker.learn(seen, allowed)
+    _warn_of_refusals(bounds.tracker, bounds.capacities, seen)
+    return any(seen.num_unplaced)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Growth:
+    """What a call makes larger, and the stores that must lose rows for it."""
+
+    enlarge: Callable[[State], State]
+    num_stores: int
+    """Stores that get slabs."""
+    crowded: list[int]
+    """Stores whose waiting keys get more buckets."""
+    evicting: dict[int, "_Need"]
+
+    @classmethod
+    def of(cls, bounds: _Bounds, state: State, seen: Seen) -> "_Growth":
+        """Prepares it; whatever can fail fails here, before anything has changed."""
+        tracker, coming, specs = bounds.tracker, bounds.coming, bounds.tracker.specs
+        stores = range(len(specs))
+        fresh = [s for s in stores if bounds.is_fresh(s)]
+        needs = _count(tracker, state, coming, [s for s in stores if bounds.is_short(s) or s in fresh])
+        first = {s: FIRST_CALLS * (needs[s].num_new - coming.uncounted[s]) for s in fresh}
+        wanted = _rows_to_grow_to(tracker, bounds.capacities, coming.positions, needs, first)
+        larger = _new_capacities(tracker, state, wanted)
+        crowded = [s for s in stores if bounds.is_crowded(s)]
+        room = {s: WAITING_RESERVES * coming.positions[s] for s in crowded}
+        is_resalted = [num > 0 for num in seen.num_unplaced]
+        enlarge = prepare_growth(specs, state, larger, is_resalted, room, tracker.shards)
+        counted = (s for s in needs if specs[s].tables[0].eviction is not None and s not in bounds.late)
+        return cls(enlarge, len(larger), crowded, {s: needs[s] for s in counted if needs[s].is_beyond(specs[s])})
 
 
 def _take(tracker: GrowthTracker, coming: Coming, looking: Sequence[int], summary: Summary | None) -> None:
@@ -409,7 +462,7 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: S
             f'grow: table "{name}": got {num_refused} keys refused so far for want of room, wanted none (its store of '
             f"tables {names_of(specs[s])} has a capacity of {capacity} rows); they learned nothing. "
             f"Remedy: {remedy}.",
-            stacklevel=5,  # the caller of Collection.grow, behind its annotation
+            stacklevel=7,  # the caller of Collection.grow, behind its annotation
         )
 
 
