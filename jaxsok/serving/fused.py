@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsok import checks, features, guards, keys as keys_lib, types
+from jaxsok import checks, guards, keys as keys_lib, raw_features, types
+from jaxsok.features import Bags
 from jaxsok.kernels import lookup as kernels, table as table_kernels
 from jaxsok.serving.errors import RequestError, refusals, require_mapping
 from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables, require_tables
@@ -143,9 +144,11 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
     bags = [part for part in parts if part.combiner is not None]
     # Joining few arrays would cost a kernel of its own.
     keys = [part.words for part in parts]
-    keys = keys if len(keys) <= kernels.MOST_KEY_ARRAYS else [features.join(keys)]
-    offsets = features.join([part.offsets for part in bags if part.offsets is not None] or [np.zeros(0, np.int32)])
-    weights = features.join([part.weights for part in bags if part.weights is not None] or [np.zeros(0, np.float32)])
+    keys = keys if len(keys) <= kernels.MOST_KEY_ARRAYS else [raw_features.join(keys)]
+    offsets = raw_features.join([part.offsets for part in bags if part.offsets is not None] or [np.zeros(0, np.int32)])
+    weights = raw_features.join(
+        [part.weights for part in bags if part.weights is not None] or [np.zeros(0, np.float32)]
+    )
     return kernels.FrozenOperands(
         index=store.index,
         counters=store.counters,
@@ -211,7 +214,7 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(types.COMBINERS)}.")
     if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
-    bags = given.keys if isinstance(given.keys, features.Bags) else features.Bags(given.keys, offsets=given.offsets)
+    bags = given.keys if isinstance(given.keys, Bags) else Bags(given.keys, offsets=given.offsets)
     if bags is given.keys:
         if bags.inverse is not None:
             raise RequestError(f"{what}: inverse: got one, wanted none: a frozen lookup gives a line for each bag.")
@@ -224,11 +227,11 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     if weights is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
-        weights = features.read_weights(weights, shape, what)
+        weights = raw_features.read_weights(weights, shape, what)
     if bags.offsets is not None or bags.lengths is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: offsets: got some without a combiner, wanted none: every key has its own row.")
-        offsets = features.read_offsets(bags, words, what)
+        offsets = raw_features.read_offsets(bags, words, what)
         shape = (offsets.shape[0] - 1,)
         hotness: Any = 0
     elif given.combiner is not None:
