@@ -43,6 +43,7 @@ from jaxsok.coming import num_stacked
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker
 from jaxsok.host_slabs import commit_to_device, with_host_slabs
+from jaxsok.interrupts import Held
 from jaxsok.kernels import library
 from jaxsok.keys import to_words
 from jaxsok.lookup import Embeddings
@@ -784,10 +785,8 @@ class Collection:
                 f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
         how = {"clock": clock_of("import_table", clock), "num_rows": num_rows, "reset_state": reset_state}
-        try:
-            return table_import.import_table(self.stores, state, resolved, chunks, **how)
-        finally:
-            self.growth.forget()  # its bound on the rows in use holds for steps alone
+        self.growth.forget()  # its bound on the rows in use holds for steps alone
+        return table_import.import_table(self.stores, state, resolved, chunks, **how)
 
     @annotations.annotate("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
@@ -849,8 +848,8 @@ class Collection:
 
         Args:
           state: consumed if it grows: its index is freed before the larger one is made, so that the peak is the new
-            size. Consumed too if rows are evicted. Unchanged if an error is raised, unless the device fails, or runs
-            out of memory for the new index.
+            size. Consumed too if rows are evicted. If an error is raised (Ctrl-C, too) it is unchanged, or the error
+            has what there is now as `state`, unless the device fails, or runs out of memory for the new index.
           batch: what the next step looks up: a Batch, its Features, a Plan, or a number of keys. A list of these if
             there are several until the next call of `grow`: micro-batches, or the batches of several steps. A Batch
             stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken to
@@ -879,20 +878,23 @@ class Collection:
         if state.drains == "until grow" and not state.ahead:
             state = dataclasses.replace(state, drains=False)
         following = () if state.drains else operations.following_of(self, state, batch)
+        held = Held(state)
+        grow = functools.partial(grow_lib.grow, self.growth, held, steps=steps, clock=now)
+        note = "grow: the state was donated: it has lost rows or grown."
         if following:
             num_in_flight, num_given = len(state.ahead), len(batch) if isinstance(batch, (list, tuple)) else 1
-            if num_in_flight == 0:
-                state = grow_lib.grow(self.growth, state, coming, steps, now, hand_over, untaken=coming)
-            coming = operations.with_following(self, batch, steps, coming, following, num_in_flight)
-            num_taken = max(0, num_in_flight - num_given)
-            untaken = operations.coming_of(self, list(following[num_taken:]), 1)
-            is_missed = num_in_flight != num_given + num_taken
-            try:
-                return grow_lib.grow(
-                    self.growth, state, coming, steps, now, is_ahead=True, untaken=untaken, is_missed=is_missed
-                )
-            except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
-                return dataclasses.replace(state, drains="until grow")
+            with held.kept_on_errors(note):
+                if num_in_flight == 0:
+                    grow(coming, hand_over=hand_over, untaken=coming)
+                coming = operations.with_following(self, batch, steps, coming, following, num_in_flight)
+                num_taken = max(0, num_in_flight - num_given)
+                untaken = operations.coming_of(self, list(following[num_taken:]), 1)
+                is_missed = num_in_flight != num_given + num_taken
+                try:
+                    grow(coming, is_ahead=True, untaken=untaken, is_missed=is_missed)
+                except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
+                    held.state = dataclasses.replace(held.state, drains="until grow")
+            return held.state
         if batch is None and not any(coming.positions):
             self.growth.warn_once(
                 "batch",
@@ -901,8 +903,9 @@ class Collection:
                 "collection.grow(state, batch).",
                 stacklevel=3,  # the caller, behind the annotation
             )
-        untaken = None if state.ahead else coming  # else its batches are in flight
-        return grow_lib.grow(self.growth, state, coming, steps, now, hand_over, untaken=untaken)
+        with held.kept_on_errors(note):
+            grow(coming, hand_over=hand_over, untaken=None if state.ahead else coming)  # else its batches are in flight
+        return held.state
 
     def drain(self, state: State) -> State:
         """Has the next steps look nothing up ahead, until no lookup is in flight; no program runs.

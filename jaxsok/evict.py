@@ -202,7 +202,8 @@ def _release(
     return tuple(released)
 
 
-def evict(
+def choose(
+    op: str,
     leaving: Mapping[int, Leaving],
     stores: Sequence[StoreState],
     seed: Seed,
@@ -210,11 +211,10 @@ def evict(
     num_rows: Mapping[int, Any],
     hand_over: HandOver | None = None,
     is_used: Mapping[int, Array] | None = None,
-) -> tuple[tuple[StoreState, ...], dict[int, UInt32[Array, " num_tables"]]]:
-    """Takes rows out of the stores named in `leaving`; returns all stores, and the rows that went by store and table.
+) -> tuple[RowFlags, ...]:
+    """Marks the rows that leave the stores named in `leaving`, for `release`; `hand_over` gets them, on the host.
 
-    The named stores are donated. They are unchanged if `hand_over` raises, which gets the rows of all stores first, on
-    the host. `num_rows` may stay in each store; a policy without a score ignores it. Rows with `is_used` stay.
+    `num_rows` may stay in each store; a policy without a score ignores it. Rows with `is_used` stay.
     """
     used = is_used or {}
     flags = []
@@ -225,11 +225,21 @@ def evict(
             flags.append(_select(rule, stores[s], seed, clock, num_kept, used.get(s))[0])
     if hand_over is not None:
         is_shared = any(rule.shards.num_processes > 1 for rule in leaving.values())
-        with processes.fail_together("evict", is_shared=is_shared):  # before any of them releases rows
+        with processes.fail_together(op, is_shared=is_shared):  # before any of them releases rows
             for (s, rule), of_store in zip(leaving.items(), flags, strict=True):
                 for name, records in selected_records(rule.spec, stores[s], seed, of_store):
                     hand_over(name, records)
-    results = _release(tuple(leaving.values()), tuple(stores[s] for s in leaving), tuple(flags))
+    return tuple(flags)
+
+
+def release(
+    leaving: Mapping[int, Leaving], stores: Sequence[StoreState], flags: tuple[RowFlags, ...]
+) -> tuple[tuple[StoreState, ...], dict[int, UInt32[Array, " num_tables"]]]:
+    """Takes the marked rows out; returns all stores, and the rows that went by store and table.
+
+    The stores named in `leaving` are donated.
+    """
+    results = _release(tuple(leaving.values()), tuple(stores[s] for s in leaving), flags)
     new, counts = list(stores), {}
     for s, (store, num_evicted) in zip(leaving, results, strict=True):
         new[s], counts[s] = store, num_evicted

@@ -20,6 +20,7 @@ from jaxsok.checks import not_none
 from jaxsok.coming import Coming
 from jaxsok.enlarge import agree_on_room, fits, names_of, next_capacity, prepare_growth, require_memory, rows_to_add
 from jaxsok.growth import GrowthTracker, Look, Seen, Summary, is_at_rest, read_counters, request_counters
+from jaxsok.interrupts import Held
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, capacities_of
 from jaxsok.types import ENTRIES_PER_BUCKET, MAX_CAPACITY
@@ -40,7 +41,7 @@ CALLS_AT_ONCE = 4  # for whose positions it then grows: counters are asked for t
 
 def grow(
     tracker: GrowthTracker,
-    state: State,
+    held: Held[State],
     coming: Coming,
     steps: int = 1,
     clock: Any = None,
@@ -49,14 +50,14 @@ def grow(
     is_ahead: bool = False,
     untaken: Coming | None = None,
     is_missed: bool = False,
-) -> State:
-    """Makes room for the keys until the next call; see `Collection.grow`. Changes `tracker`.
+) -> None:
+    """Makes room for the keys until the next call; see `Collection.grow`. Changes `tracker`, and the state in `held`.
 
     No row leaves while lookups are in flight, or for keys that are only looked up ahead (`is_ahead`): the state drains
     first. `steps` is for a caller that gave no batch. `untaken`: what is coming without batches of earlier calls, whose
     rows are in the state already, or will be before the others'; None: nothing. `is_missed`: some of those are not yet.
     """
-    specs, shards = tracker.specs, tracker.shards
+    specs, shards, state = tracker.specs, tracker.shards, held.state
     signature = capacities_of(state)
     if tracker.signature != signature:
         tracker.forget()
@@ -75,26 +76,25 @@ def grow(
         growth = _Growth.of(bounds, state, seen)
         evicting |= growth.evicting
     if decided.is_blind or (evicting and (state.ahead or is_ahead)):
-        state = dataclasses.replace(state, drains="until grow")
+        held.state = dataclasses.replace(state, drains="until grow")
     elif evicting:
         # Before anything changes: `hand_over` is the caller's, and may fail.
         evicting |= _mark_used(tracker, state, untaken or coming, decided.full)
-        state = _evict(tracker, state, evicting, clock, hand_over)
+        _evict(tracker, held, evicting, clock, hand_over)
     summary = None
     if growth is not None:
-        state = growth.enlarge(state)
+        held.change(growth.enlarge)
         for s in growth.crowded:
-            tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards), tracker.allowed[s]
+            tracker.sightings[s] = admission.num_waiting(specs[s], held.state.stores[s], shards), tracker.allowed[s]
         tracker.num_grown += growth.num_stores
-        tracker.signature = capacities_of(state)
+        tracker.signature = capacities_of(held.state)
     elif not (rests or tracker.under_way) and (bounds.is_due or bounds.is_any_half_used()):
-        summary = request_counters(state, specs[0].num_shards, shards)
+        summary = request_counters(held.state, specs[0].num_shards, shards)
         tracker.under_way.append((summary, list(tracker.allowed)))
-    if untaken is not None and not (is_ahead and state.drains):
+    if untaken is not None and not (is_ahead and held.state.drains):
         if decided.looking and summary is None:
-            summary = request_counters(state, specs[0].num_shards, shards)
+            summary = request_counters(held.state, specs[0].num_shards, shards)
         _take(tracker, untaken, decided.looking, summary)
-    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,10 +375,10 @@ def num_rows_to_keep(capacity: int, num_new: int, *, is_exact: bool = False) -> 
 
 
 def _evict(
-    tracker: GrowthTracker, state: State, full: dict[int, _Need], clock: Any, hand_over: evict_lib.HandOver | None
-) -> State:
+    tracker: GrowthTracker, held: Held[State], full: dict[int, _Need], clock: Any, hand_over: evict_lib.HandOver | None
+) -> None:
     """Takes rows out of full stores by their policy. The state is unchanged if `hand_over` raises."""
-    specs, shards = tracker.specs, tracker.shards
+    specs, shards, state = tracker.specs, tracker.shards, held.state
     leaving = {
         s: evict_lib.Leaving(specs[s], not_none(specs[s].tables[0].eviction), None, shards, is_shared=False)
         for s in full
@@ -396,23 +396,23 @@ def _evict(
             _warn_of_shortage(tracker, specs[s], left[s], need)
     now = state.step if clock is None else clock
     if shards.num_processes > 1:
-        processes.require_same("grow", [f"hand_over: {hand_over is not None}"])
-    stores, _ = evict_lib.evict(leaving, state.stores, state.seed, now, kept, hand_over, used)
-    state = dataclasses.replace(state, stores=stores)
+        processes.require_same("grow", [f"hand_over: {hand_over is not None}", f"clock: {clock}"])
+    flags = evict_lib.choose("grow", leaving, state.stores, state.seed, now, kept, hand_over, used)
+    del state  # it is donated now
+    held.change(lambda state: dataclasses.replace(state, stores=evict_lib.release(leaving, state.stores, flags)[0]))
     tracker.num_evictions += len(full)
     if all(rule.policy.has_score for rule in leaving.values()):
         for s in full:
             tracker.known[s] = left[s], tracker.allowed[s]
             tracker.set_look(s, left[s])
-        return state
+        return
     # How many have expired is known only now.
-    tracker.learn(read_counters(state, specs[0].num_shards, shards), tracker.allowed)
+    tracker.learn(read_counters(held.state, specs[0].num_shards, shards), tracker.allowed)
     tracker.num_waits += 1
     for s, need in full.items():
         in_use = tracker.num_in_use(s)
         if not leaving[s].policy.has_score and in_use + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], in_use, need)
-    return state
 
 
 def _admits_by_chance(spec: StoreSpec) -> bool:

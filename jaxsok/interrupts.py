@@ -1,10 +1,13 @@
 """Ctrl-C, held back where it would lose a state: between a call that donates it and the assignment of its result."""
 
 import contextlib
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+Kept = TypeVar("Kept")
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM  # whose handlers usually raise
 
@@ -52,3 +55,30 @@ def held_back() -> Iterator[None]:
             if signal.getsignal(number) is holder:  # else a handler that was called has set another one
                 signal.signal(number, handler)
         holder.deliver()
+
+
+@dataclasses.dataclass
+class Held(Generic[Kept]):
+    """The state that call after call donates; if a call fails, it holds the last whole one."""
+
+    state: Kept
+
+    def change(self, change: Callable[[Kept], Kept]) -> None:
+        """Calls what takes the state over, and keeps its result; Ctrl-C cannot come between the two."""
+        with held_back():
+            self.state = change(self.state)
+
+    @contextlib.contextmanager
+    def kept_on_errors(self, note: str) -> Iterator[None]:
+        """Surrounds such calls: what is raised gets the last whole state as its `state`, unless that is the given one.
+
+        `note` says what happened to the state. An error that has a state already keeps it, without the note.
+        """
+        given = self.state
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too must not lose a state that was donated
+            if self.state is not given and getattr(error, "state", None) is None:
+                error.add_note(f"{note} What there is now is the `state` attribute of this error.")
+                error.state = self.state  # pyright: ignore[reportAttributeAccessIssue]
+            raise

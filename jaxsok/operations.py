@@ -132,7 +132,8 @@ def evict(
         processes.require_same("evict", [f"{name}: {value}" for name, value in given.items()])
     now = state.step if now is None else now
     budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
-    stores, by_store = evict_lib.evict(leaving, state.stores, state.seed, now, budgets, hand_over)
+    flags = evict_lib.choose("evict", leaving, state.stores, state.seed, now, budgets, hand_over)
+    stores, by_store = evict_lib.release(leaving, state.stores, flags)
     counts = {
         spec.name: count
         for s, by_table in by_store.items()

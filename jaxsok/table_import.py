@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxsok import enlarge, keys as keys_lib, plan as plan_lib, processes, table as table_lib
 from jaxsok.exchange import rounded_capacity
-from jaxsok.interrupts import held_back
+from jaxsok.interrupts import Held, held_back
 from jaxsok.records import Records, convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableRef
@@ -50,28 +50,26 @@ def import_table(
     now = np.asarray(state.step if clock is None else clock)  # outlives the state, which is donated
     writer = RecordWriter("import_table", specs, table, held, clock=now, is_reset=reset_state)
     importing = _Import(writer, num_rows)
-    try:
-        how = f"clock={int(now)}, num_rows={num_rows}, reset_state={reset_state}"
-        for arrays in _read_chunks(table, chunks, how):
-            importing.enter(arrays)
-        writer.settle()
-    except BaseException as error:  # Ctrl-C too must not lose a state that was donated
-        rest = ""
+    note = "import_table: the state was donated, and is changed: the chunks before this one are entered."
+    with held.kept_on_errors(note):
         try:
-            if table.shards.num_processes > 1:
+            how = f"clock={int(now)}, num_rows={num_rows}, reset_state={reset_state}"
+            for arrays in _read_chunks(table, chunks, how):
+                importing.enter(arrays)
+            writer.settle()
+        except BaseException as error:
+            what = "Keys of the last chunk that was entered"
+            if held.state is state:
+                pass
+            elif table.shards.num_processes > 1:
                 # The other processes may not have failed: waiting for them could last forever.
-                rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
+                error.add_note(f"{what} may be missing, if they found no entry in the index: import it again.")
             else:
-                writer.settle()
-        except Exception as other:
-            rest = f" Keys of the last of them may be missing ({type(other).__name__}: {other})"
-        if held.state is not state:
-            error.add_note(
-                "import_table: the state was donated, and is changed: the chunks before this one are entered. What "
-                f"there is now is the `state` attribute of this error.{rest}"
-            )
-            error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
-        raise
+                try:
+                    writer.settle()
+                except Exception as other:
+                    error.add_note(f"{what} may be missing ({type(other).__name__}: {other})")
+            raise
     return held.state
 
 
@@ -153,25 +151,13 @@ def _floats(what: str, array: Any, shape: tuple[int, int], dtype: str) -> np.nda
 
 
 @dataclasses.dataclass
-class Held:
-    """The state that call after call donates; if a call fails, it holds the last whole one."""
-
-    state: State
-
-    def change(self, change: Callable[[State], State]) -> None:
-        """Calls what takes the state over, and keeps its result; Ctrl-C cannot come between the two."""
-        with held_back():
-            self.state = change(self.state)
-
-
-@dataclasses.dataclass
 class RecordWriter:
     """Writes records into a table, in place of what was there under the same keys."""
 
     op: str
     specs: Sequence[StoreSpec]
     table: TableRef
-    held: Held
+    held: Held[State]
     clock: Any
     is_reset: bool = False
     _refused: list[Array] = dataclasses.field(default_factory=list, init=False)

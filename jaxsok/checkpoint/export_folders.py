@@ -19,7 +19,7 @@ from jaxsok.checkpoint import lineage as lineage_lib, manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, find_gone_keys
 from jaxsok.checkpoint.files import LOG
 from jaxsok.checkpoint.keys_by_row import KeysByRow
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save, time_of
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, time_of
 from jaxsok.checkpoint.saved import Source, check_forms
 from jaxsok.collection import Collection
 from jaxsok.operations import check_placed
@@ -226,7 +226,7 @@ def _begin_export(
     # Processes have rows of their own, and all of them must look for the same keys.
     kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
     token = processes.draw_words(op, is_shared=True).tobytes().hex()  # the processes of a job write into one folder
-    folder = published.unfinished_path(final, token)
+    folder, saving = published.unfinished_path(final, token), None
     try:
         with processes.fail_together(op):
             # The first one alone: another host's network file system would remember that there is no such name.
@@ -251,11 +251,11 @@ def _begin_export(
                 )
             kind = "delta" if chain else "full"
             saving = Saving(op, collection, state, options, kind, clock=clock, rests_on=rests_on, tombstones=gone)
-            written = begin_save(saving, folder)
+            written = saving.begin(folder)
             if jax.process_count() > 1:  # if one of them fails, the others have ended when the folder is removed
                 concurrent.futures.wait([written])
-    except Exception:
-        _remove(folder)
+    except BaseException as error:
+        _abandon(folder, saving, error)
         raise
     # Most rows keep their keys; to copy them takes a while, which the caller need not wait for.
     keys_later = functools.partial(kept.after, moved) if keeps_keys and kept and moved is not None else lambda: keys
@@ -286,8 +286,8 @@ def _finish(
             if jax.process_index() == 0:
                 manifest_lib.join_parts(op, folder)
                 published.publish(op, folder, final)
-    except Exception:
-        _remove(folder)
+    except BaseException as error:
+        _abandon(folder, saving, error)
         raise
     manifest = manifest_lib.read(op, final)
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
@@ -298,7 +298,9 @@ def _finish(
     return Exported(final, **facts, **counts, report=saving.report, keys=kept)
 
 
-def _remove(folder: pathlib.Path) -> None:
-    """Removes an unfinished export. All processes have failed: none of them writes into it any more."""
-    if jax.process_index() == 0:
+def _abandon(folder: pathlib.Path, saving: Saving | None, error: BaseException) -> None:
+    """Ends an export and removes its folder; after Ctrl-C in one of several processes others may still write there."""
+    if saving is not None:
+        saving.stop(error)
+    if jax.process_index() == 0 and (isinstance(error, Exception) or jax.process_count() == 1):
         shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ except ImportError as error:
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.restore import restore
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, begin_save
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving
 from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.operations import check_placed
@@ -71,7 +71,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         with processes.fail_together(SAVE):
             saving = args.make_saving()
             self.report = args.report
-            begin_save(saving, directory).result()
+            saving.begin(directory).result()
         with processes.fail_together(SAVE):
             _join(directory)
 

@@ -16,12 +16,13 @@ from jaxsok.checkpoint.files import CorruptFileError
 from jaxsok.checkpoint.saved import OptimizerState, Source
 from jaxsok.checks import not_none
 from jaxsok.collection import Collection
+from jaxsok.interrupts import Held
 from jaxsok.operations import locate
 from jaxsok.records import Records, join_records, regroup
 from jaxsok.shards import parts_of
 from jaxsok.specs import StoreSpec, TableRef
-from jaxsok.store import row_bytes
-from jaxsok.table_import import Held, RecordWriter, take_padded
+from jaxsok.store import State, row_bytes
+from jaxsok.table_import import RecordWriter, take_padded
 from jaxsok.types import NUM_PARTITIONS
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
@@ -30,7 +31,7 @@ FAILED = 1 << 41  # rows: more than any process has
 
 
 @dataclasses.dataclass
-class Restoring(Held):
+class Restoring(Held[State]):
     """A state that tables are restored into, one folder after the other."""
 
     collection: Collection

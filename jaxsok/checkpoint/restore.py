@@ -6,7 +6,7 @@ have keys of its shards' partitions.
 
 import contextlib
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,11 +124,13 @@ def restore(
     held = Restoring(state, collection, optimizer_state, is_whole=is_whole, now=now)
     if is_new:
         non_row_state.add_store_words(full, held)
-    with _kept_on_errors(held, names, is_new=is_new):
+    note = f"The state was donated, and is changed: tables {names} have part of what was to come; restore them again."
+    collection.growth.forget()  # its bound on the rows in use holds for steps alone
+    with contextlib.nullcontext() if is_new else held.kept_on_errors(note):
         for source, of_link in zip(chain, taken, strict=True):
             _apply_link(source, held, of_link)
-    if tables is None:
-        non_row_state.restore_looks(chain[-1], held)
+        if tables is None:
+            non_row_state.restore_looks(chain[-1], held)
     return held.state
 
 
@@ -137,24 +139,6 @@ def _require_same(chain: Sequence[Source], tables: Any, optimizer_state: str, no
     exports = [source.manifest["uuid"] for source in chain]
     given = {"exports": exports, "tables": tables, "optimizer_state": optimizer_state, "clock": now}
     processes.require_same(chain[0].op, [f"{name}: {value}" for name, value in given.items()])
-
-
-@contextlib.contextmanager
-def _kept_on_errors(held: Restoring, names: Iterable[str], *, is_new: bool = False) -> Iterator[None]:
-    """Surrounds calls that donate a state bit by bit: an error carries the last whole state, unless it `is_new`."""
-    given = held.state
-    try:
-        yield
-    except BaseException as error:  # Ctrl-C too must not lose a state that was donated
-        if not is_new and held.state is not given:
-            error.add_note(
-                f"The state was donated, and is changed: tables {list(names)} have part of what was to come. What "
-                "there is now is the `state` attribute of this error; restore these tables into it again."
-            )
-            error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
-        raise
-    finally:
-        held.collection.growth.forget()  # its bound on the rows in use holds for steps alone
 
 
 def _apply_link(source: Source, held: Restoring, taken: Mapping[str, Sequence[str]]) -> None:

@@ -108,8 +108,11 @@ class Saving:
         self._queue: collections.deque[Piece | None] = collections.deque()
         self._held = 0
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        # `with` takes it, and not the condition: Ctrl-C within a method of that would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._writes = threading.Event()
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.save")
         self.latest = 0  # last step of a row that was written
         self.has_stopped = False
         self.part = {
@@ -130,24 +133,24 @@ class Saving:
 
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
         """Copies the state to the host, as fast as the queue takes it; `is_alive` raises if no writer will begin."""
-        how = {"piece_bytes": self.options.bytes_of_piece, "since": self.part.get("since")}
         try:
+            how = {"piece_bytes": self.options.bytes_of_piece, "since": self.part.get("since")}
             for s, (spec, store) in enumerate(zip(self.collection.stores, self.state.stores, strict=True)):
                 for piece in pieces(s, spec, store, self.state.seed, self.collection.shards, **how):
                     self._put(piece, is_alive)
+            del self.state
+            self.report.pause_s = time.perf_counter() - self._began
+            with self._lock:
+                self._queue.append(None)
+                self._changed.notify_all()
         except BaseException as error:
             self._fail(error)
             raise
-        del self.state
-        self.report.pause_s = time.perf_counter() - self._began
-        with self._changed:
-            self._queue.append(None)
-            self._changed.notify_all()
         LOG.info("%s: %d bytes on the host after %.3f s", self.op, self.report.num_bytes, self.report.pause_s)
 
     def _put(self, piece: Piece, is_alive: Callable[[], None]) -> None:
         most = max(1, self.options.host_bytes - WORKING_PIECES * self.options.bytes_of_piece)
-        with self._changed:
+        with self._lock:
             # An empty queue takes a piece of any size.
             while self._error is None and self._held and self._held + piece.nbytes > most:
                 if not self._changed.wait(timeout=1.0) and not self._writes.is_set():
@@ -161,10 +164,28 @@ class Saving:
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._queue.clear()
             self._changed.notify_all()
+
+    def begin(self, folder: Any) -> "concurrent.futures.Future[None]":
+        """Saves into an existing folder; returns once the rows are on the host, while a thread still writes files."""
+        try:
+            written = self._writer.submit(self.write, folder)
+            self._writer.shutdown(wait=False)
+            self.feed()
+        except BaseException as error:
+            self.stop(error)
+            if self.has_stopped and self._error is not None:  # the writer stopped the copy; its error says why
+                raise self._error from None
+            raise
+        return written
+
+    def stop(self, error: BaseException) -> None:
+        """Ends the copy and the thread that writes, after an error, and waits for both."""
+        self._fail(error)
+        self._writer.shutdown()
 
     def write(self, folder: Any) -> None:
         """Writes this process's files into a folder, then its part of the manifest."""
@@ -182,7 +203,7 @@ class Saving:
                     num_bytes, prepared = begun.popleft()
                     tables.write(prepared())
                     prepared = None
-                    with self._changed:
+                    with self._lock:
                         self._held -= num_bytes
                         self._changed.notify_all()
             for name, keys in self.tombstones.items() if jax.process_index() == 0 else ():
@@ -213,7 +234,7 @@ class Saving:
 
     def _take(self, *, waits: bool) -> Piece | None:
         """Returns the next piece; None: that was the last, or, unless it waits, there is none yet."""
-        with self._changed:
+        with self._lock:
             while waits and not self._queue and self._error is None:
                 self._changed.wait()
             if self._error is not None:
@@ -249,22 +270,6 @@ def time_of(op: str, state: State, clock: Any) -> int:
     """Returns the time of a save: the clock, a uint32; None: the state's step. Other values are refused."""
     word = operations.clock_of(op, clock)
     return int(np.asarray(state.step if word is None else word))
-
-
-def begin_save(saving: Saving, folder: Any) -> "concurrent.futures.Future[None]":
-    """Saves into an existing folder; returns once the rows are on the host, while a thread still writes the files."""
-    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.save")
-    written = pool.submit(saving.write, folder)
-    pool.shutdown(wait=False)
-    try:
-        saving.feed()
-    except BaseException:
-        # The writer may have stopped the copy; its error says why.
-        concurrent.futures.wait([written])
-        if saving.has_stopped:
-            written.result()
-        raise
-    return written
 
 
 def _begin(pool: concurrent.futures.Executor, work: Callable[[], Any]) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxsok import checks, keys as keys_lib, published
 from jaxsok.collection import Collection
+from jaxsok.interrupts import Held
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec
 from jaxsok.store import State
@@ -454,15 +455,12 @@ def import_all(
                 f'{op}: table "{table}": got optimizer state {dict(read.states)} in the file, wanted {states}, as '
                 f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
             )
-    for table, read in chunks.items():
-        try:
-            state = collection.import_table(state, table, read, num_rows=read.num_rows, reset_state=reset_state)
-        except BaseException as error:
-            # The caller's state was donated to the tables before: what there is now must not be lost.
-            if getattr(error, "state", None) is None:
-                error.state = state
-            raise
-    return state
+    held = Held(state)
+    with held.kept_on_errors(f"{op}: the state was donated, and is changed: the tables before this one are there."):
+        for table, read in chunks.items():
+            how = {"num_rows": read.num_rows, "reset_state": reset_state}
+            held.state = collection.import_table(held.state, table, read, **how)
+    return held.state
 
 
 def paths_of(

@@ -279,7 +279,7 @@ def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
     """A missing folder raises an error in the caller, and no thread waits forever."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
     with pytest.raises(FileNotFoundError):
-        save.begin_save(saving, tmp_path / "absent").result()
+        saving.begin(tmp_path / "absent").result()
 
 
 @pytest.mark.parametrize("how", ["export", "orbax"])

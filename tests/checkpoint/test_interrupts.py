@@ -1,14 +1,21 @@
 """Ctrl-C at the worst moment: between a call that was given a state and the assignment of its result."""
 
+import concurrent.futures
 import signal
+import sys
 import threading
+import time
+import warnings
 
 import numpy as np
 import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train
 
 import jaxsok
-from jaxsok import admission, checkpoint, enlarge, interrupts, table_import
+from jaxsok import admission, checkpoint, enlarge, evict, grow, interrupts, table_import
+from jaxsok.checkpoint import save
+
+POOL = concurrent.futures.ThreadPoolExecutor
 
 
 def press_after(monkeypatch, owner, name, *, times=1):
@@ -126,3 +133,137 @@ def test_blocks_may_be_nested_and_other_threads_hold_nothing():
     thread.join()
     assert passed == ["inner", "outer", None]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def full(**options):
+    """Returns a collection whose table is full, its state, and a batch that needs other rows."""
+    table = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=32, initializer="uniform", **options)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("item", "item")])
+    first, batch = (collection.batch({"item": keys}) for keys in (np.arange(30), np.arange(100, 120)))
+    return collection, collection.lookup(collection.init(seed=1), first.features, clock=0)[1], batch
+
+
+LIMITED = {"max_capacity": 32, "statistics": True}
+GROWN = {
+    "release": {"eviction": jaxsok.policies.LeastRecentlyUsed(), **LIMITED},
+    "read_counters": {"eviction": jaxsok.policies.TimeToLive(1), **LIMITED},
+    "capacities_of": {},
+    "replace": {},
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_growth_keeps_what_there_is(name, monkeypatch):
+    """Rows that stay are those of before, and the next call makes room."""
+    collection, state, batch = full(**GROWN[name])
+    before, donated = by_key(collection, state), state.stores[0].index
+    owner = {"release": evict, "read_counters": grow, "capacities_of": grow, "replace": enlarge.dataclasses}[name]
+    function = getattr(owner, name)
+
+    def press_once_donated(*args, **options):
+        result = function(*args, **options)
+        if donated.is_deleted() and not pressed:
+            pressed.append(name)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    pressed = []
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:
+        patched.setattr(owner, name, press_once_donated)
+        collection.grow(state, batch, clock=9)
+    assert pressed and "grow: the state was donated" in caught.value.__notes__[0]
+    state = caught.value.state
+    left = by_key(collection, state)
+    assert left.items() <= before.items() and (name in ("release", "read_counters") or left == before)
+    _, state, _ = collection.lookup(collection.grow(state, batch, clock=9), batch.features, clock=9)
+    assert {*range(100, 120)} <= by_key(collection, state).keys()
+
+
+def by_key(collection, state):
+    exported = collection.export_table(state, "item")
+    return dict(zip(exported["keys"].tolist(), map(tuple, exported["rows"].tolist()), strict=True))
+
+
+def test_a_warning_that_is_an_error_keeps_what_there_is():
+    """How many rows have expired is known after they have gone, and with it whether there is room."""
+    collection, state, batch = full(eviction=jaxsok.policies.TimeToLive(100), **LIMITED)
+    before = by_key(collection, state)
+    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="after eviction by TimeToLive") as caught:
+        warnings.simplefilter("error")
+        collection.grow(state, batch, clock=9)
+    assert by_key(collection, caught.value.state) == before
+
+
+def test_ctrl_c_again_while_an_import_ends_keeps_what_there_is(monkeypatch):
+    """As one presses who thinks that the first was not heard."""
+    collection, state, _ = full()
+    settle = table_import.RecordWriter.settle
+
+    def press_again(self):
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return settle(self)
+
+    def chunks():
+        for begin in (200, 300, 400):
+            if begin == 400:
+                signal.raise_signal(signal.SIGINT)
+            yield jaxsok.Records(np.arange(begin, begin + 50, dtype=np.uint64), np.ones((50, 4), np.float32))
+
+    monkeypatch.setattr(table_import.RecordWriter, "settle", press_again)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        collection.import_table(state, "item", chunks())
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)
+    assert by_key(collection, caught.value.state).keys() == {*range(30), *range(200, 250), *range(300, 350)}
+
+
+def test_a_delta_keeps_what_there_is_until_its_end(tmp_path, monkeypatch):
+    """Also while it reads counters when all rows are there."""
+    collection, state, batch = full(eviction=jaxsok.policies.LeastRecentlyUsed(), statistics=True)
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=1)
+    _, state, _ = collection.lookup(collection.grow(state, batch, clock=2), batch.features, clock=2)
+    checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full", clock=2)
+    wanted, older = by_key(collection, state), checkpoint.load(tmp_path / "full", collection)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:
+        press_after(patched, checkpoint.non_row_state, "restore_looks")
+        checkpoint.apply_delta(tmp_path / "delta", collection, older, after=tmp_path / "full")
+    assert by_key(collection, caught.value.state) == wanted
+
+
+@pytest.mark.parametrize(
+    "owner, name", [(save, "pieces"), (save.Saving, "feed"), (save.Saving, "_put"), (POOL, "submit")]
+)
+def test_an_export_leaves_nothing(owner, name, tmp_path, monkeypatch):
+    """No folder, and no thread that waits for rows; the next call writes all."""
+    collection, state, _ = full()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        press_after(patched, owner, name)
+        checkpoint.export_full(tmp_path / "saved", collection, state)
+    assert not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxsok.save")]
+    assert checkpoint.export_full(tmp_path / "saved", collection, state).num_rows == {"item": 30}
+
+
+def test_an_export_that_waits_for_its_files_leaves_nothing(tmp_path, monkeypatch):
+    """Ctrl-C comes while the thread writes; it writes no further file, and its folder goes."""
+    collection, state, _ = full()
+    writing, write, result, writes = threading.Event(), save._Tables.write, concurrent.futures.Future.result, []
+
+    def write_slowly(self, prepared):
+        writes.append(prepared)
+        writing.set()
+        time.sleep(0.5)
+        return write(self, prepared)
+
+    def wait(future, timeout=None):
+        if threading.current_thread() is threading.main_thread():
+            assert writing.wait(30)
+            signal.raise_signal(signal.SIGINT)
+        return result(future, timeout)
+
+    monkeypatch.setattr(save._Tables, "write", write_slowly)
+    monkeypatch.setattr(concurrent.futures.Future, "result", wait)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.export_full(tmp_path / "saved", collection, state)
+    assert writes and not list(tmp_path.iterdir())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxsok.save")]

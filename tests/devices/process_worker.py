@@ -348,7 +348,7 @@ def evicting(mesh):
     return jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables], mesh=mesh, axis="data")
 
 
-def evict_by_name(collection, process=0, num_processes=1):
+def evict_by_name(collection, process=0, num_processes=1, late=0):
     """Brings new keys into full stores, then evicts by name; returns the state and the evicted records."""
     state, handed = collection.init(seed=0), {"user": [], "ad": []}
 
@@ -360,7 +360,7 @@ def evict_by_name(collection, process=0, num_processes=1):
         keys = np.random.default_rng(step).integers(0, 30, 16) + 20 * step
         mine = np.split(keys, num_processes)[process]
         features = collection.batch({"user": mine, "ad": mine + 7}).features
-        state = collection.grow(state, features, clock=step, hand_over=hand_over)
+        state = collection.grow(state, features, clock=step + late, hand_over=hand_over)
         _, state, _ = lookup(state, features)
     state, gone = collection.evict(state, "user", num_rows=30, clock=9, hand_over=hand_over)
     return state, gone, handed
@@ -568,6 +568,7 @@ def refusals(mesh, number, folder):
     note("num_rows", importing([1, 2], num_rows=2 + number))
     hand_over = (lambda *args: None) if number else None
     note("handed", lambda: same.evict(same.init(seed=0), "user", policies.SmallNorm(1.0), hand_over=hand_over))
+    note("clocks", lambda: evict_by_name(evicting(mesh), number, jax.process_count(), late=number))
     note("order", lambda: processes.least("grow" if number else "init", 1))
     note("chunks", importing(*([1], [2])[number:]))
     note("unread", importing([1], [2] if number else None))

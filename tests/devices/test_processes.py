@@ -260,6 +260,7 @@ def test_refusals_in_all_processes(raised):
             "rows": r"got 'chunks of table .*: 2 records .*rows of checksum .* in process 1 and 'chunks .*: 2 records",
             "num_rows": "2 records .*num_rows=3, .* in process 1 and 'chunks of table .* 2 records .*num_rows=2,",
             "handed": "evict: got 'hand_over: True' in process 1 and 'hand_over: False' in process 0",
+            "clocks": r"grow: got 'clock: \d+' in process 1 and 'clock: \d+' in process 0",
             "order": 'init: got a call of "grow" in process 1|grow: got a call of "init" in process 0',
             "chunks": '"user": 1 rec.* in process 1 and .*"user": (1 rec|no further chunk)',
             "unread": "^cannot be read|import_table: process 0 failed: ValueError: cannot be read",
