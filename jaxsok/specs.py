@@ -477,7 +477,7 @@ class StoreSpec:
         """Rows of a shard at first."""
         return self.rows_of_shard([table.capacity for table in self.tables])
 
-    @property
+    @functools.cached_property
     def max_capacity(self) -> int | None:
         """Rows of a shard at most; None: until memory ends."""
         limits = [table.max_capacity for table in self.tables]
