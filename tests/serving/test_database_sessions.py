@@ -1,11 +1,15 @@
 """Tests sessions whose rows are in Redis, in RocksDB, or in both: lookups, updates, and databases that fail."""
 
+import concurrent.futures
 import threading
+import time
 
+import httpx
 import numpy as np
 import pytest
 from database_cases import DIMS, USER
 from redis_servers import Server, running
+from server_cases import serving as serve
 from serving_cases import Trained, config_of, expect, model_of, rows_of, write
 from waiting import wait_until
 
@@ -254,6 +258,28 @@ def test_an_update_that_a_server_does_not_survive_can_be_done_again(folders, tmp
             server.start()
             assert session.update({"user": tmp_path / "newer", "item": folders["item"][0]}) == 2
             check_answers(session, newer, 2)
+
+
+def test_cached_keys_are_answered_while_a_database_hangs(folders, tmp_path):
+    """Requests share calls with others that wait for it: these get its error, and none waits for all of them."""
+    volatile = {"type": "redis_cluster", "num_partitions": 4, "jaxsok": {"timeout_s": 1.0}}
+    model = model_of({"user": folders["user"]}, defaults=DEFAULTS, **CACHED)
+    with running(Server, tmp_path) as server:
+        blocks = {"volatile_db": {**volatile, "address": server.address}}
+        with serving.open(config_of(model, **blocks), warm_up=False) as session, serve(session) as http:
+
+            def ask(key):
+                start = time.monotonic()
+                got = httpx.post(f"{http.address}/v1/models/dlrm/lookup", json={"keys": {"user": [key]}}, timeout=60)
+                return got.status_code, time.monotonic() - start
+
+            assert ask(7)[0] == 200
+            with server.frozen(), concurrent.futures.ThreadPoolExecutor(24) as threads:
+                missing = [threads.submit(ask, key) for key in range(100, 120)]
+                cached = [threads.submit(ask, 7) for _ in range(4)]
+                found = [future.result() for future in missing], [future.result() for future in cached]
+    assert {status for status, _ in found[0]} == {503} and {status for status, _ in found[1]} == {200}
+    assert max(seconds for of_kind in found for _, seconds in of_kind) < 6
 
 
 def test_a_database_that_dies_after_an_update_takes_neither_cached_rows_nor_models_away(folders, tmp_path):

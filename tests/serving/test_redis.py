@@ -16,7 +16,7 @@ from redis_servers import Cluster, HoldingProxy, Server, running
 from serving_cases import PADDING
 from waiting import wait_until
 
-from jaxsok.serving.databases import DatabaseRows
+from jaxsok.serving.databases import DatabaseRows, rows as rows_lib
 from jaxsok.serving.errors import DatabaseError, ServingError
 
 # The layout of HPS ---------------------------------------------------------------------------------------------------
@@ -262,6 +262,30 @@ def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, serv
         with server.frozen(), concurrent.futures.ThreadPoolExecutor(20) as threads:
             list(threads.map(fetch, range(40)))
         assert len(times) == 40 and max(times) < 2.5
+
+
+def test_reads_after_a_time_out_fail_at_once_until_one_has_asked_again(redis, server, monkeypatch):
+    """Writes are tried; when the server is back, the first read after the rest brings all others back."""
+    monkeypatch.setattr(rows_lib, "RETRY_S", 2.0)
+    rows = DatabaseRows([redis(timeout_s=0.5)], "dlrm", [USER])
+    rows.insert("user", u64(1), rows_for([1], 4))
+
+    def seconds():
+        start = time.monotonic()
+        with pytest.raises(DatabaseError, match=r"had no answer|Timeout"):
+            rows.fetch("user", u64(1))
+        return time.monotonic() - start
+
+    with server.frozen():
+        assert seconds() >= 0.5
+        assert max(seconds() for _ in range(20)) < 0.4
+        time.sleep(2.0)
+        assert seconds() >= 0.5
+    rows.insert("user", u64(2), rows_for([2], 4))
+    assert seconds() < 0.4
+    time.sleep(2.0)
+    for _ in range(2):
+        check(rows, "user", [1, 2], {key: rows_for([key], 4)[0] for key in (1, 2)})
 
 
 @pytest.mark.parametrize("policy", ["evict_random", "evict_oldest", "evict_least_used"])

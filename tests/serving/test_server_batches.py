@@ -99,6 +99,35 @@ def test_one_that_fails_fails_alone():
     assert seen == [(3, True)]
 
 
+def test_each_gets_its_answer_as_soon_as_it_is_there():
+    """Of a call that fails, each is run alone; a later one may take long, and those who have left are not run."""
+    go, calls = threading.Event(), []
+
+    def run(payloads):
+        calls.append(list(payloads))
+        if len(payloads) > 1:
+            raise ValueError("one of them")
+        if payloads == ["slow"]:
+            assert go.wait(30)
+        return payloads
+
+    async def ask():
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            batcher = batching.Batcher(in_thread(run, threads), {})
+            names = ["first", "slow", "leaves", "last"]
+            answers = {name: asyncio.ensure_future(batcher.submit(name, {})) for name in names}
+            assert await asyncio.wait_for(answers["first"], 30) == "first"
+            assert not answers["slow"].done() and not answers["last"].done()
+            answers["leaves"].cancel()
+            await asyncio.sleep(0)
+            go.set()
+            assert await asyncio.gather(answers["slow"], answers["last"]) == ["slow", "last"]
+            assert await batcher.close()
+
+    asyncio.run(ask())
+    assert calls == [["first", "slow", "leaves", "last"], ["first"], ["slow"], ["last"]]
+
+
 def test_a_call_that_breaks_off_is_the_last_of_no_other():
     """An error in `run` reaches only its own requests; later requests are answered."""
     errors_left = [OSError("not counted")]

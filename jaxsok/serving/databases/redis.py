@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxsok.serving.config import VolatileDb
-from jaxsok.serving.databases.rows import Database, bytes_of
+from jaxsok.serving.databases.rows import Database, Rest, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
 from jaxsok.serving.padding import slices
 from jaxsok.serving.stream_files import KEYS_AWAY, WANTED_KEYS, text_of
@@ -45,7 +45,8 @@ class RedisDatabase(Database):
     """A Redis cluster, or one server, as `volatile_db` of a configuration declares it.
 
     `num_node_connections` calls run at the same time, each to all nodes at once; others wait. The next call restores a
-    lost connection. A node that hangs fails a call after a few times `timeout_s`.
+    lost connection. A node that hangs fails a call after a few times `timeout_s`; for a second all reads
+    then fail at once.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/redis_backend.cpp`. Other than there, evict_random evicts (HPS looks
     for the keys where it does not put them), and no more rows leave than the target says.
@@ -56,7 +57,8 @@ class RedisDatabase(Database):
         self._config = config
         self._places = threading.BoundedSemaphore(config.num_node_connections)
         self._hung_at = 0.0  # when a call has waited in vain last
-        self._is_unsettled = False  # a write failed; writers take turns (DatabaseRows)
+        self._rest = Rest(lambda error: isinstance(error.__cause__, redis.TimeoutError | TimeoutError))  # of reads
+        self._writing, self._is_unsettled = threading.Lock(), False  # the second is written under the first
         self._name = f"jaxsok-{uuid.uuid4()}"
         options: dict[str, Any] = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
         if config.password:  # else HPS sends no name either
@@ -73,7 +75,10 @@ class RedisDatabase(Database):
 
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
         parts = list(self._parts(name, keys))
-        replies = self._run([("HMGET", f"{part}v", *fields) for part, _, fields in parts])
+        with self._rest.unless_on() as is_asked:
+            if not is_asked:
+                raise self._failure(TimeoutError("calls before this one had no answer"))
+            replies = self._run([("HMGET", f"{part}v", *fields) for part, _, fields in parts])
         values, uses = np.full(len(keys), None, object), []
         for (part, where, fields), found in zip(parts, replies, strict=True):
             values[where] = np.array(found, object)
@@ -165,17 +170,18 @@ class RedisDatabase(Database):
 
     def _change(self, commands: Sequence[tuple[Any, ...]]) -> None:
         """Runs commands that write, after what was sent before them, even if that had no answer."""
-        if self._is_unsettled:
-            self._call(self._end_connections)
-            self._is_unsettled = False
-        try:
-            self._run(commands)
-        except BaseException as error:
-            # A plain refusal is an answer; in a cluster, another server may have given none.
-            is_refusal = isinstance(error.__cause__, redis.ResponseError)
-            if not is_refusal or isinstance(self._client, redis.RedisCluster):
-                self._is_unsettled = True
-            raise
+        with self._writing:
+            if self._is_unsettled:
+                self._call(self._end_connections)
+                self._is_unsettled = False
+            try:
+                self._run(commands)
+            except BaseException as error:
+                # A plain refusal is an answer; in a cluster, another server may have given none.
+                is_refusal = isinstance(error.__cause__, redis.ResponseError)
+                if not is_refusal or isinstance(self._client, redis.RedisCluster):
+                    self._is_unsettled = True
+                raise
 
     def _end_connections(self) -> None:
         """Ends all connections of this object: a server that hung could still carry out what they had sent.

@@ -5,6 +5,7 @@ A table is a set of values by key, named "hps_et.<model>.<table>". A key has 8 b
 """
 
 import abc
+import contextlib
 import functools
 import logging
 import math
@@ -25,8 +26,37 @@ from jaxsok.serving.padding import NO_KEYS, slices
 from jaxsok.serving.ready import Background, rest_s
 from jaxsok.types import PADDING_KEY
 
-RETRY_S = 1.0  # seconds that the last database answers alone after a failure of the first
+RETRY_S = 1.0  # seconds for which a database that failed is not asked
 _log = logging.getLogger(__name__)
+
+
+class Rest:
+    """Spares calls what failed: for RETRY_S none is made, then one asks whether it answers again."""
+
+    def __init__(self, follows: Callable[[BaseException], bool] = lambda error: True) -> None:
+        """`follows` says of an error whether a rest follows it."""
+        self._follows, self._until = follows, 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return time.monotonic() < self._until
+
+    @contextlib.contextmanager
+    def unless_on(self) -> Iterator[bool]:
+        """Surrounds a call; yields whether to make it."""
+        until = self._until
+        if time.monotonic() < until:
+            yield False
+            return
+        if until:
+            self._until = math.inf  # until this one has asked
+        try:
+            yield True
+        except BaseException as error:
+            self._until = time.monotonic() + RETRY_S if self._follows(error) else 0.0
+            raise
+        if until:
+            self._until = 0.0
 
 
 class Database(abc.ABC):
@@ -89,7 +119,7 @@ class DatabaseRows(RowSource):
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
         # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
         # it, when a write begins and when it ends. `most_rows`: of the tables that were written whole.
-        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, skip_until=0.0, most_rows={})
+        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, rest=Rest(), most_rows={})
 
     def num_rows(self, table: str) -> int:
         """Counts rows; of RocksDB it is an upper bound, exact after the whole table was written."""
@@ -106,24 +136,16 @@ class DatabaseRows(RowSource):
         missing = np.flatnonzero(self._fit(keys))
         *first, last = self._databases
         for database in first:
-            until = self._shared.skip_until
-            if time.monotonic() < until:
-                continue
-            if until:  # one call asks whether it answers again; meanwhile the others do without
-                self._shared.skip_until = math.inf
             try:
-                self._read(database, name, keys, missing, rows, is_found)
-                if until:
-                    self._shared.skip_until = 0.0
-            except BaseException as error:
-                self._shared.skip_until = time.monotonic() + RETRY_S
-                if not isinstance(error, DatabaseError):
-                    raise
+                with self._shared.rest.unless_on() as is_asked:
+                    if is_asked:
+                        self._read(database, name, keys, missing, rows, is_found)
+            except DatabaseError as error:
                 _log.warning("DatabaseRows: table %r: the last database answers for %g s: %s", table, RETRY_S, error)
             missing = missing[~is_found[missing]]
         self._read(last, name, keys, missing, rows, is_found)
         late = missing[is_found[missing]]
-        if self._lifts and first and len(late) and time.monotonic() >= self._shared.skip_until:
+        if self._lifts and first and len(late) and not self._shared.rest.is_on:
             lift = functools.partial(self._lift, first[0], writes, name, keys[late], rows[late])
             first[0].background.offer(None, lift)
         return rows[inverse], is_found[inverse]

@@ -26,6 +26,15 @@ class _Job(Generic[Payload]):
     arrived: float
     answer: asyncio.Future[Any]
 
+    def settle(self, result: Any) -> None:
+        """Answers, unless there is an answer or the caller was cancelled."""
+        if self.answer.done():
+            return
+        if isinstance(result, BaseException):
+            self.answer.set_exception(ClosedError() if isinstance(result, asyncio.CancelledError) else result)
+        else:
+            self.answer.set_result(result)
+
 
 class Batcher(Generic[Payload, Result]):
     """Runs payloads together, in the order in which they came, on one event loop.
@@ -144,24 +153,23 @@ class Batcher(Generic[Payload, Result]):
         try:
             results = await self._try(payloads)
             is_split = len(results) < len(payloads)
-            if is_split:
-                _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
-                results = [(await self._try([payload]))[0] for payload in payloads]
             if self._observe is not None:
                 self._observe(payloads, is_split)
+            if is_split:
+                _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), results[0])
+                for job in jobs:  # each gets its answer at once: one may wait long for a database
+                    if not job.answer.done():
+                        job.settle((await self._try([job.payload]))[0])
+            else:
+                for job, result in zip(jobs, results, strict=True):
+                    job.settle(result)
         except BaseException as error:  # of the call itself, as of an executor that is shut down
-            results = [error] * len(jobs)
             self._closed |= isinstance(error, asyncio.CancelledError)  # a cancelled worker has to end
+            for job in jobs:
+                job.settle(error)
         finally:
             self._num_running -= 1
             self._arrived.set()  # the worker that gathers looks again: no call may be under way now
-        for job, result in zip(jobs, results, strict=True):
-            if job.answer.done():  # its caller was cancelled
-                continue
-            if isinstance(result, BaseException):
-                job.answer.set_exception(ClosedError() if isinstance(result, asyncio.CancelledError) else result)
-            else:
-                job.answer.set_result(result)
 
     async def _try(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
         """Returns the results of a call, or its error alone."""
