@@ -86,7 +86,7 @@ class Session:
     def __init__(self, config: Config, device: Any = None, *, warm_up: bool = True, memory_limit: int | None = None):
         self.config = config
         self._memory_limit = memory_limit
-        self._is_closed = False
+        self._is_closed, self._process = False, os.getpid()
         self._models: dict[str, Served] = {}
         self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
         lock = threading.Lock()  # of the devices' memory
@@ -225,6 +225,8 @@ class Session:
         ended. Later they end by themselves; Python's own end waits for a compiler all the same.
         """
         self._is_closed = True
+        if self._process != os.getpid():  # a fork has none of its threads
+            return True
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         followers = list(self._followers.values())
@@ -245,7 +247,13 @@ class Session:
     def _find(self, op: str, model: str | None) -> "Served":
         models = self._models
         self._require_open(op)
-        return models[choose_model(op, self.config, model).model]
+        chosen = choose_model(op, self.config, model)
+        if chosen.tier == "cache" and self._process != os.getpid():  # its threads fetch rows
+            raise ServingError(
+                f"{op}: session: got one of process {self._process}, which was forked since, wanted one that process "
+                f'{os.getpid()} has opened, for the cache of model "{chosen.model}": a fork has none of its threads.'
+            )
+        return models[chosen.model]
 
     def _free_bytes(self, devices: Sequence[Any]) -> int | None:
         """Counts the free bytes of the device that has the fewest; None: not known, as on CPUs."""

@@ -5,7 +5,10 @@ import dataclasses
 import gc
 import itertools
 import json
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -312,6 +315,40 @@ def test_closed(folders):
     for call in (lambda: session.lookup({"user": np.arange(3)}), session.stats, session.report):
         with pytest.raises(ServingError, match="session: got one that is closed"):
             call()
+
+
+FORKED = """
+import os, signal, sys
+import numpy as np
+from jaxsok import serving
+from jaxsok.serving.errors import ServingError
+
+with serving.open(sys.argv[1]) as session:
+    session.lookup({"user": np.array([1])})
+    if (child := os.fork()) == 0:
+        signal.alarm(30)
+        try:
+            session.lookup({"user": np.array([1])})
+        except ServingError as error:
+            print(error, session.close())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(session.lookup({"user": np.array([1])})["user"].tolist())
+"""
+
+
+def test_a_fork_is_refused_a_cache_whose_threads_it_has_not(tmp_path):
+    """It would wait for ever, as under a server that forks its workers after it has opened the session."""
+    folder = write(tmp_path / "user", rows_of(range(40), 3))
+    config = config_of(model_of({"user": (folder, 3)}, gpucacheper=0.5, hit_rate_threshold=1.1))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path / "config.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    refusal, answer = ran.stdout.splitlines()
+    assert re.fullmatch(
+        r"lookup: session: got one of process \d+, which was forked .* none of its threads\. True", refusal
+    )
+    assert answer == str(rows_of([1], 3)[1][None].tolist())
 
 
 def test_what_cannot_be_opened(folders, tmp_path):
