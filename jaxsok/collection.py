@@ -786,7 +786,9 @@ class Collection:
             )
         how = {"clock": clock_of("import_table", clock), "num_rows": num_rows, "reset_state": reset_state}
         self.growth.forget()  # its bound on the rows in use holds for steps alone
-        return table_import.import_table(self.stores, state, resolved, chunks, **how)
+        held = Held(state)
+        table_import.import_table(self.stores, held, resolved, chunks, **how)
+        return held.state
 
     @annotations.annotate("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
@@ -848,8 +850,9 @@ class Collection:
 
         Args:
           state: consumed if it grows: its index is freed before the larger one is made, so that the peak is the new
-            size. Consumed too if rows are evicted. If an error is raised (Ctrl-C, too) it is unchanged, or the error
-            has what there is now as `state`, unless the device fails, or runs out of memory for the new index.
+            size. Consumed too if rows are evicted. If an error is raised it is unchanged, or the error has what there
+            is now as `state`, unless the device fails, or runs out of memory for the new index. So does Ctrl-C, unless
+            it comes in the moment in which the call returns.
           batch: what the next step looks up: a Batch, its Features, a Plan, or a number of keys. A list of these if
             there are several until the next call of `grow`: micro-batches, or the batches of several steps. A Batch
             stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken to

@@ -72,13 +72,13 @@ class Held(Generic[Kept]):
     def kept_on_errors(self, note: str) -> Iterator[None]:
         """Surrounds such calls: what is raised gets the last whole state as its `state`, unless that is the given one.
 
-        `note` says what happened to the state. An error that has a state already keeps it, without the note.
+        `note` says what happened to the state.
         """
         given = self.state
         try:
             yield
         except BaseException as error:  # Ctrl-C too must not lose a state that was donated
-            if self.state is not given and getattr(error, "state", None) is None:
+            if self.state is not given:
                 error.add_note(f"{note} What there is now is the `state` attribute of this error.")
                 error.state = self.state  # pyright: ignore[reportAttributeAccessIssue]
             raise

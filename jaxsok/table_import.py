@@ -37,16 +37,16 @@ _REFUSED = COUNTS.index("num_refused")
 
 def import_table(
     specs: tuple[StoreSpec, ...],
-    state: State,
+    held: Held[State],
     table: TableRef,
     chunks: Iterable[Records],
     *,
     clock: Clock | None,
     num_rows: int | None,
     reset_state: bool,
-) -> State:
-    """Enters records into a table; see `Collection.import_table`. Donates the state."""
-    held = Held(state)
+) -> None:
+    """Enters records into a table of the state in `held`; see `Collection.import_table`."""
+    state = held.state
     now = np.asarray(state.step if clock is None else clock)  # outlives the state, which is donated
     writer = RecordWriter("import_table", specs, table, held, clock=now, is_reset=reset_state)
     importing = _Import(writer, num_rows)
@@ -70,7 +70,6 @@ def import_table(
                 except Exception as other:
                     error.add_note(f"{what} may be missing ({type(other).__name__}: {other})")
             raise
-    return held.state
 
 
 def _read_chunks(table: TableRef, chunks: Iterable[Records], how: str) -> Iterator[dict[str, np.ndarray]]:

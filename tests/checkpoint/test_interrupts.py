@@ -217,6 +217,22 @@ def test_ctrl_c_again_while_an_import_ends_keeps_what_there_is(monkeypatch):
     assert by_key(collection, caught.value.state).keys() == {*range(30), *range(200, 250), *range(300, 350)}
 
 
+def test_an_error_that_has_a_state_of_its_own_gets_that_of_the_tables():
+    """As that of a reader, or of another collection's import within the chunks."""
+    collection, state, _ = full()
+    error = OSError("the source failed")
+    error.state = "CLOSED"
+
+    def chunks():
+        yield jaxsok.Records(np.arange(200, 250, dtype=np.uint64), np.ones((50, 4), np.float32))
+        yield jaxsok.Records(np.arange(300, 350, dtype=np.uint64), np.ones((50, 4), np.float32))
+        raise error
+
+    with pytest.raises(OSError, match="the source failed"):
+        collection.import_table(state, "item", chunks())
+    assert by_key(collection, error.state).keys() == {*range(30), *range(200, 250), *range(300, 350)}
+
+
 def test_a_delta_keeps_what_there_is_until_its_end(tmp_path, monkeypatch):
     """Also while it reads counters when all rows are there."""
     collection, state, batch = full(eviction=jaxsok.policies.LeastRecentlyUsed(), statistics=True)
