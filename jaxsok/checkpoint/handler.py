@@ -45,10 +45,12 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: "TablesSave") -> list[Any]:
         """Copies the state to the host and returns; files are written later."""
-        votes = processes.Vote(SAVE), processes.Vote(SAVE)  # of the files, and of the manifest
-        try:
+        with processes.fail_together(SAVE):
             saving = args.make_saving()
             self.report = args.report
+        copied = processes.Vote(SAVE)
+        votes = processes.Vote(SAVE), processes.Vote(SAVE)  # of the files, and of the manifest
+        try:
             # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
             writing, began = _write(saving, directory, votes), time.monotonic()
             commit = ocp.future.CommitFutureAwaitingContractedSignals(writing, name="jaxsok_tables")
@@ -62,8 +64,13 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
 
             # Not on the loop's thread: other items are copied at the same time.
             await asyncio.to_thread(saving.feed, is_alive)
+            copied.report(None)
+            # Here, and not in a thread: Orbax goes on to a barrier, which a process that raised does not reach.
+            await asyncio.to_thread(copied.wait)
         except BaseException as error:
+            copied.report(error)
             votes[0].report(error)
+            saving.stop(error)
             raise
         return [commit]
 

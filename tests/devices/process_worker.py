@@ -228,6 +228,10 @@ def other_meshes(number, folder):
     whole = collection_over(np.array(jax.devices()), ("data",))
     state = train(whole, whole.init(seed=0), number * 20 + np.arange(20))
     before = content(whole, state)
+    alone = jaxsok.Collection(whole.tables, whole.features)
+    frozen = serving.freeze(alone, train(alone, alone.init(seed=0), np.arange(9)))
+    (held_by,) = frozen.stores[0].rows.devices()
+    found["frozen here"] = [str(held_by == jax.local_devices()[0])]
     found["freeze"] = outcome_of(lambda: serving.freeze(whole, state, device=jax.local_devices()[0]))
 
     def hand_over(name, records):
@@ -398,7 +402,7 @@ def errors_of_one(mesh, number, folder):
     from jax.experimental import multihost_utils
 
     from jaxsok import checkpoint
-    from jaxsok.checkpoint import manifest
+    from jaxsok.checkpoint import manifest, save as save_lib
 
     tables = [
         jaxsok.TableSpec(name, DIM, ADAGRAD, capacity=64, statistics=True, **placement)
@@ -498,6 +502,19 @@ def errors_of_one(mesh, number, folder):
                 note(f"{kind}: {case}", functools.partial(save, case))
         note(f"{kind}: refused", functools.partial(save, "refused", compression=["none", "zip"][number]))
         note(f"{kind}: clocks", functools.partial(save, "clocks", clock=number))
+    with ocp.CheckpointManager(folder / "managed") as manager:
+
+        def save_managed(step, copy=None, **options):
+            with mock.patch.object(save_lib, "pieces", copy or save_lib.pieces):
+                arguments = checkpoint.TablesSave(collection, state, **options)
+                manager.save(step, args=ocp.args.Composite(tables=arguments))
+            manager.wait_until_finished()
+
+        no_memory = mock.Mock(side_effect=MemoryError("no memory for a piece"))
+        note("manager: refused", functools.partial(save_managed, 1, compression=["none", "zip"][number]))
+        note("manager: copy", functools.partial(save_managed, 2, [None, no_memory][number]))
+        save_managed(3)
+        found["managed"] = manager.all_steps()
     items = folder / "items"
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(items, args=checkpoint.TablesSave(collection, state))
     broken = damage(items)

@@ -310,6 +310,8 @@ ERRORS = {
     "sync: write_part": (1, "OSError: [Errno 28] No space left"),
     "sync: join_parts": (0, "OSError: [Errno 28] No space left"),
     "sync: refused": (1, "ValueError: TablesSave: compression: got 'zip'"),
+    "manager: refused": (1, "ValueError: TablesSave: compression: got 'zip'"),
+    "manager: copy": (1, "MemoryError: no memory for a piece"),
     "restore": (1, "CorruptFileError: TablesRestore: file "),
 }
 
@@ -338,7 +340,7 @@ def test_an_error_of_one_process_ends_a_call_in_all(raised):
         assert result["grown"].tolist() == results[0]["grown"].tolist() and result["grown"].min() >= 2000
         assert result.pop("left in user").item() > 0
         del result["grown"]
-        assert result.pop("left").tolist() == [[]]
+        assert result.pop("left").tolist() == [[]] and result.pop("managed").tolist() == [3]
         assert result.pop("unchanged").tolist() == result.pop("again").tolist() == ["True"]
         assert not result
 
@@ -348,7 +350,7 @@ def test_meshes_that_are_not_over_all_processes_once(together):
     first, second = together["other meshes"]
     assert first["own"].tolist() == ["True"] and second["own"].tolist() == ["False"]
     for result in (first, second):
-        assert result["repeated"].tolist() == ["True"]
+        assert result["repeated"].tolist() == result["frozen here"].tolist() == ["True"]
         assert result["own rows"].tolist() == result["repeated rows"].tolist() == ["40"]
         assert "freeze: collection: got a mesh over 2 processes, wanted one process" in str(result["freeze"])
         assert "No space left on device" in str(result["evict"])
