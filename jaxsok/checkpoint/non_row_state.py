@@ -180,7 +180,7 @@ def _add_bloom(source: Source, held: Restoring, table: TableRef) -> None:
     is_same = was == wanted and old_size == size
     if not is_same and old_size:
         text = '%s: table "%s": its Bloom filter starts empty: %s was saved, wanted %s, and counters without keys '
-        text += "cannot be dealt to other shards. Keys without a row are counted from 0."
+        text += "stay on the shards where they were. Keys without a row are counted from 0."
         LOG.warning(text, source.op, name, was, wanted)
     (bloom,) = held.state.stores[table.store].bloom
     blocks = {}

@@ -28,7 +28,7 @@ from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.padding import fill_up, padded_size
-from jaxsok.serving.row_map import RowMap, buckets_of
+from jaxsok.serving.row_map import RowMap, buckets_of, device_or_default
 from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
@@ -332,7 +332,7 @@ def freeze_records(
     checks.number("freeze_records: device_share", device_share, 0, 1)
     spec = FrozenSpec.of([table for table, _ in sources])
     of_table = {table.name: source for table, source in sources}
-    device = jax.devices()[0] if device is None else device
+    device = device_or_default(device)
     stores, maps = [], []
     for tables in spec.stores:
         capacity = max(1, sum(of_table[table.name].num_rows + spare_rows for table in tables))

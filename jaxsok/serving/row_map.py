@@ -215,6 +215,14 @@ def host_device() -> Any:
         ) from error
 
 
+def device_or_default(device: Any) -> Any:
+    """Returns a device; for None that of `jax.default_device`, else the first of this process."""
+    default = jax.config.jax_default_device if device is None else device
+    if default is None or isinstance(default, str):  # the name of a platform
+        return jax.local_devices(backend=default)[0]
+    return default
+
+
 def _on_host(array: np.ndarray) -> Array:
     """Commits an array to the CPU, so that programs over it run there."""
     return jax.device_put(array, host_device(), may_alias=False)

@@ -558,6 +558,16 @@ def test_every_initializer_is_served_or_refused():
     assert public == {"fan_in" if name == "fan" else name for name in covered}
 
 
+def test_tables_go_to_the_default_device():
+    """Where JAX has one; the platform alone says as little as nothing."""
+    devices = jax.local_devices()
+    table, records = FrozenTable("item", 4), Records(np.array([7], np.uint64), np.ones((1, 4), np.float32))
+    for default, wanted in ((devices[-1], devices[-1]), (devices[0].platform, devices[0]), (None, devices[0])):
+        with jax.default_device(default):
+            tables, _ = freeze_records([(table, SizedRecords(1, [records]))])
+        assert tables.stores[0].rows.devices() == tables.stores[0].index.devices() == {wanted}
+
+
 def test_states_of_a_mesh_are_served_alike():
     """Initial rows do not depend on the mesh that made them."""
     tables = [

@@ -23,6 +23,7 @@ from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError, require_mapping
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, require_tables
 from jaxsok.serving.padding import padded_size
+from jaxsok.serving.row_map import device_or_default
 from jaxsok.types import MAX_DIM
 
 FORMAT = "jaxsok-model"
@@ -177,7 +178,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
             ) from error
     exported = programs["program"]
     platforms = tuple(exported.platforms)
-    device = jax.devices()[0] if device is None else device
+    device = device_or_default(device)
     here = {"gpu": "cuda"}.get(device.platform, device.platform)
     if here not in platforms:
         raise ArtifactError(

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxsok import checks, keys as keys_lib
@@ -22,6 +21,7 @@ from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stores import Batch, Counter, DeviceStores
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
+from jaxsok.serving.row_map import device_or_default
 from jaxsok.shards import view_on_host
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, NO_ROW, PADDING_KEY
@@ -90,7 +90,7 @@ class DeviceCache:
         checks.integer("DeviceCache: max_pending", max_pending, 1)
         checks.integer("DeviceCache: min_rows", min_rows, 1)
         self.hit_rate_threshold, self.refresh_fraction = hit_rate_threshold, refresh_fraction
-        self.device = jax.devices()[0] if device is None else device
+        self.device = device_or_default(device)
         self._spec = FrozenSpec.of(list(source.tables.values()))
         share = min(fraction, 1.0)
         self._shares = {name: max(min_rows, math.ceil(share * source.num_rows(name))) for name in source.tables}
