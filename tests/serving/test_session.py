@@ -330,7 +330,7 @@ with serving.open(sys.argv[1]) as session:
         try:
             session.lookup({"user": np.array([1])})
         except ServingError as error:
-            print(error, session.close())
+            print(error, session.close(), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     print(session.lookup({"user": np.array([1])})["user"].tolist())
