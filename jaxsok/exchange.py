@@ -209,7 +209,10 @@ def _decode(lines: Array, dtype: str | None, own: np.dtype) -> Float[Array, "_ d
     scale = lax.bitcast_convert_type(lines[:, -4:], jnp.float32)
     small = lines[:, :-4]
     small = lax.bitcast_convert_type(small.reshape(num_lines, -1, 2) if itemsize == 2 else small, jnp.dtype(dtype))
-    return small.astype(jnp.float32) * scale[:, None]
+    numbers = small.astype(jnp.float32)
+    # Rounded up, the greatest numbers would become infinite.
+    bound = jnp.where(jnp.isfinite(numbers), jnp.finfo(jnp.float32).max, jnp.inf)
+    return jnp.clip(numbers * scale[:, None], -bound, bound)
 
 
 def _power_of_two(exponent: Int32[Array, "..."]) -> Float32[Array, "..."]:
