@@ -20,7 +20,6 @@ from jaxsok import (
     enlarge,
     evict as evict_lib,
     gradients as gradients_lib,
-    grow as grow_lib,
     guards,
     lives,
     memory as memory_lib,
@@ -35,7 +34,6 @@ from jaxsok import (
     specs as specs_lib,
     stacking,
     table_export,
-    table_import,
 )
 from jaxsok.caches import CacheStats
 from jaxsok.checks import LARGEST_FLOAT32
@@ -774,7 +772,6 @@ class Collection:
           {'item': 3}
         """
         check_placed("import_table", self, state, "inside a jitted function use assign")
-        resolved = operations.locate("import_table", self, table)
         if num_rows is not None:
             checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
         checks.flag("import_table: reset_state", reset_state)
@@ -785,9 +782,8 @@ class Collection:
                 f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
         how = {"clock": clock_of("import_table", clock), "num_rows": num_rows, "reset_state": reset_state}
-        self.growth.forget()  # its bound on the rows in use holds for steps alone
         held = Held(state)
-        table_import.import_table(self.stores, held, resolved, chunks, **how)
+        operations.import_table("import_table", self, held, table, chunks, **how)
         return held.state
 
     @annotations.annotate("jaxsok.num_rows")
@@ -873,42 +869,7 @@ class Collection:
         Example:
           `state = collection.grow(state, batch)` before each step.
         """
-        check_placed("grow", self, state)
-        steps = checks.integer("grow: steps", steps, 1)
-        now = clock_of("grow", clock)
-        evict_lib.check_hand_over("grow", hand_over)
-        coming = self.growth.extrapolate(steps) if batch is None else operations.coming_of(self, batch, steps)
-        if state.drains == "until grow" and not state.ahead:
-            state = dataclasses.replace(state, drains=False)
-        following = () if state.drains else operations.following_of(self, state, batch)
-        held = Held(state)
-        grow = functools.partial(grow_lib.grow, self.growth, held, steps=steps, clock=now)
-        note = "grow: the state was donated: it has lost rows or grown."
-        if following:
-            num_in_flight, num_given = len(state.ahead), len(batch) if isinstance(batch, (list, tuple)) else 1
-            with held.kept_on_errors(note):
-                if num_in_flight == 0:
-                    grow(coming, hand_over=hand_over, untaken=coming)
-                coming = operations.with_following(self, batch, steps, coming, following, num_in_flight)
-                num_taken = max(0, num_in_flight - num_given)
-                untaken = operations.coming_of(self, list(following[num_taken:]), 1)
-                is_missed = num_in_flight != num_given + num_taken
-                try:
-                    grow(coming, is_ahead=True, untaken=untaken, is_missed=is_missed)
-                except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
-                    held.state = dataclasses.replace(held.state, drains="until grow")
-            return held.state
-        if batch is None and not any(coming.positions):
-            self.growth.warn_once(
-                "batch",
-                "grow: batch: got none, and no batch was packed or looked up yet, so that nothing is known of the keys "
-                "that are coming; tables may refuse some of them. Pass what the next step looks up: "
-                "collection.grow(state, batch).",
-                stacklevel=3,  # the caller, behind the annotation
-            )
-        with held.kept_on_errors(note):
-            grow(coming, hand_over=hand_over, untaken=None if state.ahead else coming)  # else its batches are in flight
-        return held.state
+        return operations.grow(self, state, batch, steps, clock, hand_over)
 
     def drain(self, state: State) -> State:
         """Has the next steps look nothing up ahead, until no lookup is in flight; no program runs.

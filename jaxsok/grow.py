@@ -121,7 +121,7 @@ class _Bounds:
         ]
         # Often at first, so that a short run gets its warnings.
         is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
-        capacities = [capacity // num_shards for capacity in capacities_of(state)]
+        capacities = [capacity // num_shards for capacity in not_none(tracker.signature)]
         return cls(tracker, coming, capacities, half_entries, late, is_due)
 
     def _may_change(self, s: int) -> bool:
@@ -196,7 +196,7 @@ def _learn(bounds: _Bounds, seen: Seen, allowed: Sequence[int] | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Growth:
-    """What a call makes larger, and the stores that must lose rows for it."""
+    """The growth of one call, and the stores that must lose rows for it."""
 
     enlarge: Callable[[State], State]
     num_stores: int
@@ -436,7 +436,7 @@ def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need
         f"grow: store of tables {names_of(spec)}: got {in_use} rows{of_shard} in use after eviction by {policy!r} and "
         f"{new}, wanted at most {spec.max_capacity} together (max_capacity{of_shard}); keys that find no room are "
         f"refused. Remedies: {'; '.join(remedies)}.",
-        stacklevel=6,  # the caller of Collection.grow, behind its annotation
+        stacklevel=7,  # the caller of Collection.grow, behind its annotation
     )
 
 
@@ -462,7 +462,7 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: S
             f'grow: table "{name}": got {num_refused} keys refused so far for want of room, wanted none (its store of '
             f"tables {names_of(specs[s])} has a capacity of {capacity} rows); they learned nothing. "
             f"Remedy: {remedy}.",
-            stacklevel=7,  # the caller of Collection.grow, behind its annotation
+            stacklevel=8,  # the caller of Collection.grow, behind its annotation
         )
 
 
@@ -488,7 +488,7 @@ def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
             f"grow: state: got a new copy of it after each of the last {COPIES} steps (its largest array has "
             f"{slab.nbytes} bytes), wanted one that is changed in place; donate the state to the step: "
             "jax.jit(step, donate_argnums=0).",
-            stacklevel=5,  # the caller of Collection.grow, behind its annotation
+            stacklevel=6,  # the caller of Collection.grow, behind its annotation
         )
 
 

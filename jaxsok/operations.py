@@ -6,7 +6,7 @@ store that it changes; inside a jitted step it is a part of that program.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, get_args
 
 import jax
@@ -20,20 +20,23 @@ from jaxsok import (
     checks,
     coming,
     evict as evict_lib,
+    grow as grow_lib,
     guards,
     keys as keys_lib,
     plan as plan_lib,
     policies,
     processes,
     table as table_lib,
+    table_import,
     tickets,
 )
 from jaxsok.caches import CacheStats
 from jaxsok.checks import not_none
 from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker, keys_at_most, keys_of_total
+from jaxsok.interrupts import Held
 from jaxsok.kernels import table as kernels
-from jaxsok.records import convert_to
+from jaxsok.records import Records, convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec, TableRef, TableSpec
 from jaxsok.store import State, StoreState
@@ -142,6 +145,62 @@ def evict(
     names, none = tuple(spec.name for spec in collection.tables), jnp.zeros((), jnp.uint32)
     evicted = jnp.stack([counts.get(name, none) for name in names])
     return dataclasses.replace(state, stores=stores), evict_lib.Evicted(evicted, names)
+
+
+def import_table(
+    op: str,
+    collection: Declared,
+    held: Held[State],
+    table: str,
+    chunks: Iterable[Records],
+    *,
+    clock: Any = None,
+    num_rows: int | None = None,
+    reset_state: bool = False,
+) -> None:
+    """Enters records into a table of the state in `held`; see `Collection.import_table`."""
+    found = locate(op, collection, table)
+    collection.growth.forget()  # its bound on the rows in use holds for steps alone
+    how = {"clock": clock, "num_rows": num_rows, "reset_state": reset_state}
+    table_import.import_table(collection.stores, held, found, chunks, **how)
+
+
+def grow(
+    collection: Declared, state: State, batch: Any, steps: int, clock: Any, hand_over: evict_lib.HandOver | None
+) -> State:
+    """Makes room for the keys that are coming; see `Collection.grow`."""
+    check_placed("grow", collection, state)
+    steps = checks.integer("grow: steps", steps, 1)
+    now = clock_of("grow", clock)
+    evict_lib.check_hand_over("grow", hand_over)
+    own = collection.growth.extrapolate(steps) if batch is None else coming_of(collection, batch, steps)
+    if state.drains == "until grow" and not state.ahead:
+        state = dataclasses.replace(state, drains=False)
+    following = () if state.drains else following_of(collection, state, batch)
+    if batch is None and not following and not any(own.positions):
+        collection.growth.warn_once(
+            "batch",
+            "grow: batch: got none, and no batch was packed or looked up yet, so that nothing is known of the keys "
+            "that are coming; tables may refuse some of them. Pass what the next step looks up: "
+            "collection.grow(state, batch).",
+            stacklevel=4,  # the caller of Collection.grow, behind its annotation
+        )
+    held, num_in_flight = Held(state), len(state.ahead)
+    make_room = functools.partial(grow_lib.grow, collection.growth, held, steps=steps, clock=now)
+    with held.kept_on_errors("grow: the state was donated: it has lost rows or grown."):
+        if not (following and num_in_flight):
+            make_room(own, hand_over=hand_over, untaken=None if num_in_flight else own)
+        if following:
+            num_given = len(batch) if isinstance(batch, (list, tuple)) else 1
+            own = with_following(collection, batch, steps, own, following, num_in_flight)
+            num_taken = max(0, num_in_flight - num_given)
+            untaken = coming_of(collection, list(following[num_taken:]), 1)
+            is_missed = num_in_flight != num_given + num_taken
+            try:
+                make_room(own, is_ahead=True, untaken=untaken, is_missed=is_missed)
+            except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
+                held.state = dataclasses.replace(held.state, drains="until grow")
+    return held.state
 
 
 def num_rows(collection: Declared, state: State) -> dict[str, int]:

@@ -58,18 +58,22 @@ def import_table(
                 importing.enter(arrays)
             writer.settle()
         except BaseException as error:
-            what = "Keys of the last chunk that was entered"
-            if held.state is state:
-                pass
-            elif table.shards.num_processes > 1:
-                # The other processes may not have failed: waiting for them could last forever.
-                error.add_note(f"{what} may be missing, if they found no entry in the index: import it again.")
-            else:
-                try:
-                    writer.settle()
-                except Exception as other:
-                    error.add_note(f"{what} may be missing ({type(other).__name__}: {other})")
+            if held.state is not state:
+                _settle_after(error, writer)
             raise
+
+
+def _settle_after(error: BaseException, writer: "RecordWriter") -> None:
+    """Does `settle` where that can be done alone; else, or if it fails, the error says what may be missing."""
+    lacking = "Keys of the last chunk that was entered may be missing"
+    if writer.table.shards.num_processes > 1:
+        # The other processes may not have failed: waiting for them could last forever.
+        error.add_note(f"{lacking}, if they found no entry in the index: import it again.")
+        return
+    try:
+        writer.settle()
+    except Exception as other:
+        error.add_note(f"{lacking} ({type(other).__name__}: {other})")
 
 
 def _read_chunks(table: TableRef, chunks: Iterable[Records], how: str) -> Iterator[dict[str, np.ndarray]]:

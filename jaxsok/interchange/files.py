@@ -20,11 +20,10 @@ import numpy as np
 from jaxsok import checks, keys as keys_lib, published
 from jaxsok.collection import Collection
 from jaxsok.interrupts import Held
-from jaxsok.operations import check_placed, locate
+from jaxsok.operations import check_placed, import_table
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec
 from jaxsok.store import State
-from jaxsok.table_import import import_table
 from jaxsok.types import PADDING_KEY
 
 CHUNK_BYTES: int = 64 * 2**20  # of a chunk of records where the caller gives no number of rows; also of exports
@@ -458,12 +457,11 @@ def import_all(
                 f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
             )
     check_placed(op, collection, state)
-    collection.growth.forget()  # its bound on the rows in use holds for steps alone
     held = Held(state)
     with held.kept_on_errors(f"{op}: the state was donated, and is changed: the tables before this one are there."):
         for table, read in chunks.items():
-            how = {"clock": None, "num_rows": read.num_rows, "reset_state": reset_state}
-            import_table(collection.stores, held, locate(op, collection, table), read, **how)
+            how = {"num_rows": read.num_rows, "reset_state": reset_state}
+            import_table(op, collection, held, table, read, **how)
     return held.state
 
 

@@ -15,11 +15,12 @@ from jaxtyping import Bool, Float32, UInt64
 from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records, round_to
 from jaxsok.serving import quantize
+from jaxsok.serving.devices import host_device
 from jaxsok.serving.frozen import FrozenStore, FrozenTable, FrozenTables, RecordSource, freeze_records, require_tables
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.padding import key_words, padded_size, slices
 from jaxsok.serving.ready import Form
-from jaxsok.serving.row_map import KEYS_AT_A_TIME, RowMap, host_device
+from jaxsok.serving.row_map import KEYS_AT_A_TIME, RowMap
 from jaxsok.types import NO_ROW
 
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few

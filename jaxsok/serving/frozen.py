@@ -26,9 +26,10 @@ from jaxsok.keys import to_words
 from jaxsok.operations import check_placed
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
+from jaxsok.serving.devices import device_or_default
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.padding import fill_up, padded_size
-from jaxsok.serving.row_map import RowMap, buckets_of, device_or_default
+from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State

@@ -17,6 +17,7 @@ from jaxtyping import Array, UInt32
 from jaxsok import keys as keys_lib, types
 from jaxsok.kernels import evict as evict_kernels, table as kernels
 from jaxsok.kernels.call import StoreArrays
+from jaxsok.serving.devices import host_device
 from jaxsok.serving.padding import fill_up, key_words, padded_size, slices
 
 # Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are still short, and less than
@@ -202,25 +203,6 @@ def draw_salt() -> np.ndarray:
 def buckets_of(capacity: int) -> int:
     """Counts the buckets of the index of a frozen store."""
     return max(4, -(-int(capacity / LOAD + 1) // types.ENTRIES_PER_BUCKET))
-
-
-def host_device() -> Any:
-    """Returns JAX's CPU device. RuntimeError: it is switched off; says how to switch it on."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise RuntimeError(
-            "jaxsok.serving: device: got no CPU backend of JAX, wanted one, where rows of the host are read; leave "
-            'JAX_PLATFORMS unset, or set it to "cuda,cpu".'
-        ) from error
-
-
-def device_or_default(device: Any) -> Any:
-    """Returns a device; for None that of `jax.default_device`, else the first of this process."""
-    default = jax.config.jax_default_device if device is None else device
-    if default is None or isinstance(default, str):  # the name of a platform
-        return jax.local_devices(backend=default)[0]
-    return default
 
 
 def _on_host(array: np.ndarray) -> Array:

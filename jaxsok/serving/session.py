@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxsok import checks, host_limits
-from jaxsok.serving import config as config_lib, databases as databases_lib, row_map
+from jaxsok.serving import config as config_lib, databases as databases_lib, devices as devices_lib
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError
 from jaxsok.serving.model.served import Answer, Model, Served, choose_model, open_model
@@ -91,7 +91,7 @@ class Session:
         self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
         lock = threading.Lock()  # of the devices' memory
         self._databases: databases_lib.Connected = (None, None)
-        host = Memory([row_map.host_device()], lambda: host_limits.available_bytes(), threading.Lock())
+        host = Memory([devices_lib.host_device()], lambda: host_limits.available_bytes(), threading.Lock())
         try:
             if config.databases and any(model.tier != "device" for model in config.models):
                 self._databases = databases_lib.connect(config)

@@ -629,10 +629,10 @@ def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
     hps.save(collection, train_twice(collection), tmp_path, defaults=0.0)
     enter = files.import_table
 
-    def interrupt(specs, held, table, *args, **options):
-        if table.declared.name == "item":
+    def interrupt(op, collection, held, table, *args, **options):
+        if table == "item":
             raise KeyboardInterrupt
-        enter(specs, held, table, *args, **options)
+        enter(op, collection, held, table, *args, **options)
 
     monkeypatch.setattr(files, "import_table", interrupt)
     with pytest.raises(KeyboardInterrupt) as info:

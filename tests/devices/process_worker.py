@@ -393,6 +393,46 @@ def outcome_of(call):
     return [message, f"{time.monotonic() - began}"]
 
 
+def errors_of_saves(collection, state, number, folder, full_disk):
+    """Runs saves of Orbax that fail in one process; returns their errors and seconds, and the steps kept."""
+    from unittest import mock
+
+    import orbax.checkpoint as ocp
+
+    from jaxsok import checkpoint
+    from jaxsok.checkpoint import save as save_lib
+
+    found = {}
+    for kind, checkpointer in (("async", ocp.AsyncCheckpointer), ("sync", ocp.Checkpointer)):
+
+        def save(case, kind=kind, checkpointer=checkpointer, compression="none", clock=None):
+            arguments = checkpoint.TablesSave(collection, state, compression=compression, clock=clock)
+            with checkpointer(checkpoint.TablesCheckpointHandler()) as saver:
+                saver.save(folder / f"{kind} {case}", args=arguments)
+                if kind == "async":
+                    saver.wait_until_finished()
+
+        for case, process in (("write_part", 1), ("join_parts", 0)):
+            with full_disk(case, process):
+                found[f"{kind}: {case}"] = outcome_of(functools.partial(save, case))
+        found[f"{kind}: refused"] = outcome_of(functools.partial(save, "refused", compression=["none", "zip"][number]))
+        found[f"{kind}: clocks"] = outcome_of(functools.partial(save, "clocks", clock=number))
+    with ocp.CheckpointManager(folder / "managed") as manager:
+
+        def save_managed(step, copy=None, **options):
+            with mock.patch.object(save_lib, "pieces", copy or save_lib.pieces):
+                arguments = checkpoint.TablesSave(collection, state, **options)
+                manager.save(step, args=ocp.args.Composite(tables=arguments))
+            manager.wait_until_finished()
+
+        no_memory = mock.Mock(side_effect=MemoryError("no memory for a piece"))
+        found["manager: refused"] = outcome_of(functools.partial(save_managed, 1, compression=["none", "zip"][number]))
+        found["manager: copy"] = outcome_of(functools.partial(save_managed, 2, [None, no_memory][number]))
+        save_managed(3)
+        found["managed"] = manager.all_steps()
+    return found
+
+
 def errors_of_one(mesh, number, folder):
     """Runs exports, loads and checkpoints that fail in one process; returns every process's error and its seconds."""
     import shutil
@@ -402,7 +442,7 @@ def errors_of_one(mesh, number, folder):
     from jax.experimental import multihost_utils
 
     from jaxsok import checkpoint
-    from jaxsok.checkpoint import manifest, save as save_lib
+    from jaxsok.checkpoint import manifest
 
     tables = [
         jaxsok.TableSpec(name, DIM, ADAGRAD, capacity=64, statistics=True, **placement)
@@ -488,33 +528,7 @@ def errors_of_one(mesh, number, folder):
     loaded = checkpoint.load(folder / "full", collection)
     note("apply", lambda: checkpoint.apply_delta(broken_delta, collection, loaded, after=folder / "full"))
     found["unchanged"] = [str(rows_of(state) == before)]
-    for kind, checkpointer in (("async", ocp.AsyncCheckpointer), ("sync", ocp.Checkpointer)):
-
-        def save(case, kind=kind, checkpointer=checkpointer, compression="none", clock=None):
-            arguments = checkpoint.TablesSave(collection, state, compression=compression, clock=clock)
-            with checkpointer(checkpoint.TablesCheckpointHandler()) as saver:
-                saver.save(folder / f"{kind} {case}", args=arguments)
-                if kind == "async":
-                    saver.wait_until_finished()
-
-        for case, process in (("write_part", 1), ("join_parts", 0)):
-            with full_disk(case, process):
-                note(f"{kind}: {case}", functools.partial(save, case))
-        note(f"{kind}: refused", functools.partial(save, "refused", compression=["none", "zip"][number]))
-        note(f"{kind}: clocks", functools.partial(save, "clocks", clock=number))
-    with ocp.CheckpointManager(folder / "managed") as manager:
-
-        def save_managed(step, copy=None, **options):
-            with mock.patch.object(save_lib, "pieces", copy or save_lib.pieces):
-                arguments = checkpoint.TablesSave(collection, state, **options)
-                manager.save(step, args=ocp.args.Composite(tables=arguments))
-            manager.wait_until_finished()
-
-        no_memory = mock.Mock(side_effect=MemoryError("no memory for a piece"))
-        note("manager: refused", functools.partial(save_managed, 1, compression=["none", "zip"][number]))
-        note("manager: copy", functools.partial(save_managed, 2, [None, no_memory][number]))
-        save_managed(3)
-        found["managed"] = manager.all_steps()
+    found |= errors_of_saves(collection, state, number, folder, full_disk)
     items = folder / "items"
     ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(items, args=checkpoint.TablesSave(collection, state))
     broken = damage(items)

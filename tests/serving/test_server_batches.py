@@ -100,7 +100,7 @@ def test_one_that_fails_fails_alone():
 
 
 def test_each_gets_its_answer_as_soon_as_it_is_there():
-    """Of a call that fails, each is run alone; a later one may take long, and those who have left are not run."""
+    """The requests of a call that fails are run alone: a later one may take long, and those who left are not run."""
     go, calls = threading.Event(), []
 
     def run(payloads):

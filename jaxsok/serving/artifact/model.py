@@ -20,10 +20,10 @@ from jaxsok.kernels import library
 from jaxsok.manifests import entries, integer, list_of, text
 from jaxsok.serving.artifact import inputs as inputs_lib
 from jaxsok.serving.artifact.inputs import LEAST_BATCH, InputSpec, OutputSpec
+from jaxsok.serving.devices import device_or_default
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError, require_mapping
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, require_tables
 from jaxsok.serving.padding import padded_size
-from jaxsok.serving.row_map import device_or_default
 from jaxsok.types import MAX_DIM
 
 FORMAT = "jaxsok-model"

@@ -19,9 +19,9 @@ from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS
 from jaxsok.serving.cache.requests import Fetched, Fetcher, Found, Request
 from jaxsok.serving.cache.stores import Batch, Counter, DeviceStores
+from jaxsok.serving.devices import device_or_default
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
-from jaxsok.serving.row_map import device_or_default
 from jaxsok.shards import view_on_host
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, NO_ROW, PADDING_KEY

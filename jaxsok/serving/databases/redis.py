@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxsok.serving.config import VolatileDb
-from jaxsok.serving.databases.rows import Database, Rest, bytes_of
+from jaxsok.serving.databases.rows import CircuitBreaker, Database, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
 from jaxsok.serving.padding import slices
 from jaxsok.serving.stream_files import KEYS_AWAY, WANTED_KEYS, text_of
@@ -57,7 +57,8 @@ class RedisDatabase(Database):
         self._config = config
         self._places = threading.BoundedSemaphore(config.num_node_connections)
         self._hung_at = 0.0  # when a call has waited in vain last
-        self._rest = Rest(lambda error: isinstance(error.__cause__, redis.TimeoutError | TimeoutError))  # of reads
+        is_late = lambda error: isinstance(error.__cause__, redis.TimeoutError | TimeoutError)  # noqa: E731
+        self._breaker = CircuitBreaker(is_late)  # of reads
         self._writing, self._is_unsettled = threading.Lock(), False  # the second is written under the first
         self._name = f"jaxsok-{uuid.uuid4()}"
         options: dict[str, Any] = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
@@ -75,7 +76,7 @@ class RedisDatabase(Database):
 
     def read(self, name: str, keys: np.ndarray) -> list[bytes | None]:
         parts = list(self._parts(name, keys))
-        with self._rest.unless_on() as is_asked:
+        with self._breaker.unless_open() as is_asked:
             if not is_asked:
                 raise self._failure(TimeoutError("calls before this one had no answer"))
             replies = self._run([("HMGET", f"{part}v", *fields) for part, _, fields in parts])

@@ -30,19 +30,22 @@ RETRY_S = 1.0  # seconds for which a database that failed is not asked
 _log = logging.getLogger(__name__)
 
 
-class Rest:
-    """Spares calls what failed: for RETRY_S none is made, then one asks whether it answers again."""
+class CircuitBreaker:
+    """Spares calls what failed: for RETRY_S none is made, then one asks whether it answers again.
 
-    def __init__(self, follows: Callable[[BaseException], bool] = lambda error: True) -> None:
-        """`follows` says of an error whether a rest follows it."""
-        self._follows, self._until = follows, 0.0
+    Source: Nygard, "Release It!", 2007.
+    """
+
+    def __init__(self, trips: Callable[[BaseException], bool] = lambda error: True) -> None:
+        """`trips` says of an error whether it opens the breaker."""
+        self._trips, self._until = trips, 0.0
 
     @property
-    def is_on(self) -> bool:
+    def is_open(self) -> bool:
         return time.monotonic() < self._until
 
     @contextlib.contextmanager
-    def unless_on(self) -> Iterator[bool]:
+    def unless_open(self) -> Iterator[bool]:
         """Surrounds a call; yields whether to make it."""
         until = self._until
         if time.monotonic() < until:
@@ -53,7 +56,7 @@ class Rest:
         try:
             yield True
         except BaseException as error:
-            self._until = time.monotonic() + RETRY_S if self._follows(error) else 0.0
+            self._until = time.monotonic() + RETRY_S if self._trips(error) else 0.0
             raise
         if until:
             self._until = 0.0
@@ -119,7 +122,7 @@ class DatabaseRows(RowSource):
         self._key_dtype = np.dtype("<u8" if key_bits == 64 else "<u4")
         # Shared by all copies. `lock` is held by a writer, and while rows are lifted; `writes` changes under
         # it, when a write begins and when it ends. `most_rows`: of the tables that were written whole.
-        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, rest=Rest(), most_rows={})
+        self._shared = types.SimpleNamespace(lock=threading.Lock(), writes=0, breaker=CircuitBreaker(), most_rows={})
 
     def num_rows(self, table: str) -> int:
         """Counts rows; of RocksDB it is an upper bound, exact after the whole table was written."""
@@ -137,7 +140,7 @@ class DatabaseRows(RowSource):
         *first, last = self._databases
         for database in first:
             try:
-                with self._shared.rest.unless_on() as is_asked:
+                with self._shared.breaker.unless_open() as is_asked:
                     if is_asked:
                         self._read(database, name, keys, missing, rows, is_found)
             except DatabaseError as error:
@@ -145,7 +148,7 @@ class DatabaseRows(RowSource):
             missing = missing[~is_found[missing]]
         self._read(last, name, keys, missing, rows, is_found)
         late = missing[is_found[missing]]
-        if self._lifts and first and len(late) and not self._shared.rest.is_on:
+        if self._lifts and first and len(late) and not self._shared.breaker.is_open:
             lift = functools.partial(self._lift, first[0], writes, name, keys[late], rows[late])
             first[0].background.offer(None, lift)
         return rows[inverse], is_found[inverse]
