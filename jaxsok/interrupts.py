@@ -39,9 +39,12 @@ def held_back() -> Iterator[None]:
     Python acts on signals in the main thread, also when a call into C++ returns: its result would be lost. A second
     signal comes at once, because the block may never end; the state is then lost. Blocks within others do nothing.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     is_within = any(isinstance(handler, _Holder) and not handler.is_over for handler in handlers.values())
-    if threading.current_thread() is not threading.main_thread() or not handlers or is_within:
+    if not handlers or is_within:
         yield
         return
     holder = _Holder(handlers)

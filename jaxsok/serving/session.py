@@ -163,7 +163,8 @@ class Session:
     ) -> int:
         """Brings tables, and the dense model if given, to a new version, while lookups go on; returns its number.
 
-        A lookup reads all its tables before the update or all after it. After a failure the old version is served.
+        A lookup reads all its tables before the update or all after it. After a failure the old version is served, and
+        after Ctrl-C the old or the new one, as `stats` says.
 
         Args:
           source: a folder: an export of `jaxsok.checkpoint` (a delta must follow what is served), a step of an Orbax
@@ -180,6 +181,8 @@ class Session:
           ServingError: it does not fit what is served, or there is no room; the message has the bytes or the rows.
           UnknownModelError, UnknownTableError: there is none.
           FileNotFoundError, CorruptFileError, ValueError: of files, as `folders.open_table`.
+          MemoryError, JaxRuntimeError: memory ran out on the way. If rows changed in place could not be put back
+            either, lookups raise RuntimeError until another update has put them back.
 
         Cost:
           A copy: the rows of each store that changes. In place: the changed rows, old and new, on the host.

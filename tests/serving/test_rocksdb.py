@@ -1,11 +1,13 @@
 """Tests rows in RocksDB: HPS's layout to the byte, writers and readers of one folder, and tables larger than memory."""
 
+import concurrent.futures
 import contextlib
 import struct
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -136,6 +138,31 @@ def test_a_folder_is_let_go_when_the_calls_that_run_have_ended(tmp_path, caplog)
     assert not caplog.records
 
 
+def test_closing_waits_for_as_long_as_it_may(tmp_path):
+    """A call that was interrupted has ended; one that runs is waited for, and its folder is let go later."""
+    database = rocks_at(tmp_path)
+    rows = DatabaseRows([database], "dlrm", [USER])
+    rows.insert("user", u64(1), rows_for([1], 4))
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        database._call(interrupt)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(database._call, lambda: (begun.set(), goes_on.wait(60)))
+        assert begun.wait(60)
+        assert not database.close(time.monotonic() + 0.1)
+        with pytest.raises(DatabaseError, match="closed, wanted it open"):
+            rows.fetch("user", u64(1))
+        goes_on.set()
+        assert database.close(time.monotonic() + 60)
+        running.result()
+    with contextlib.closing(rocks_at(tmp_path)) as again:
+        check(DatabaseRows([again], "dlrm", [USER]), "user", [1], {1: rows_for([1], 4)[0]})
+
+
 def test_a_folder_is_let_go_where_tables_cannot_be_closed(tmp_path, monkeypatch, caplog):
     """As after a disk was full: each table's last rows cannot be written to a file then."""
     keys = np.arange(50, dtype=np.uint64)
@@ -146,11 +173,12 @@ def test_a_folder_is_let_go_where_tables_cannot_be_closed(tmp_path, monkeypatch,
         def close(self):
             raise OSError("No space left on device")
 
-    for name in list(database._columns):
+    names = list(database._columns)
+    for name in names:
         database._columns[name].close()
         database._columns[name] = Failing()
     database.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(database._columns)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(names)
     with contextlib.closing(rocks_at(tmp_path)) as again:
         check(DatabaseRows([again], "dlrm", [USER]), "user", keys, content)
 

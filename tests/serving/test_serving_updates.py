@@ -3,6 +3,7 @@
 import concurrent.futures
 import gc
 import pathlib
+import signal
 import threading
 import time
 import weakref
@@ -19,8 +20,9 @@ from waiting import wait_until
 import jaxsok
 from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import files, hps
-from jaxsok.serving import folders
+from jaxsok.serving import folders, frozen
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
+from jaxsok.serving.cache import programs
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
 from jaxsok.serving.fused import lookup
@@ -420,6 +422,84 @@ def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, tier, 
         assert session.stats()["version"] == 1
         session.update(delta, in_place=in_place)
         check(session, trained.content)
+
+
+def test_rows_of_two_versions_are_not_served(trained, tmp_path, monkeypatch):
+    """Where memory runs short in an update in place, and again when rows are put back, the next update mends it."""
+    trained.set("user", rows_of(range(15, 25), 4, version=1))
+    trained.set("ad", rows_of(range(5), 3, version=1))
+    delta = trained.delta(tmp_path / "delta", trained.path)
+    with serve(trained) as session:
+        keys, done, write_lines = {name: KEYS for name in DIMS}, [], frozen.write_lines
+
+        def failing(*args):
+            done.append(args)
+            if len(done) > 1:
+                raise MemoryError("injected")
+            return write_lines(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(versions.frozen, "write_lines", failing)
+            with pytest.raises(MemoryError, match="injected"):
+                session.update(delta, in_place=True)
+            assert len(done) == 3
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="rows: got some of a failed update in place"):
+                    session.lookup(keys)
+            with pytest.raises(MemoryError, match="injected"):
+                session.update(delta, in_place=True)
+        session.update(delta, in_place=True)
+        check(session, trained.content)
+
+
+def interrupted(call, at):
+    """Returns a call that is followed by Ctrl-C once: Python acts on it in the main thread when the call returns."""
+    left = [at]
+
+    def run(*args, **options):
+        result = call(*args, **options)
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    run.lower = call.lower
+    return run
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_rows_that_are_written_in_place_survive_ctrl_c(trained, tmp_path, monkeypatch, at):
+    trained.set("user", rows_of(range(15, 25), 4, version=1))
+    trained.set("ad", rows_of(range(5), 3, version=1))
+    delta = trained.delta(tmp_path / "delta", trained.path)
+    with serve(trained) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(frozen, "_write", interrupted(frozen._write, at))
+            with pytest.raises(KeyboardInterrupt):
+                session.update(delta, in_place=True)
+        check(session, trained.content)
+        assert session.stats()["version"] == 2
+
+
+@pytest.mark.parametrize("name", ["query", "insert", "overwrite", "drop"])
+def test_the_rows_of_a_cache_survive_ctrl_c(tmp_path, monkeypatch, name):
+    """Programs that change a cache take its arrays over; Ctrl-C must not come before their results are kept."""
+    content = {name: rows_of(range(40), dim) for name, dim in DIMS.items()}
+    tables = {name: (write(tmp_path / name, mine), DIMS[name]) for name, mine in content.items()}
+    with open_with(tables, gpucacheper=0.5, hit_rate_threshold=1.1) as session:
+        session.lookup({name: KEYS[:10] for name in DIMS})
+        changed = {"user": {key: row for key, row in rows_of(range(5, 45), 4, version=1).items() if key != 7}}
+        write(tmp_path / "next" / "user", changed["user"])
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, name, interrupted(getattr(programs, name), 1))
+            with pytest.raises(KeyboardInterrupt):
+                session.lookup({name: KEYS for name in DIMS})
+                session.update(tmp_path / "next")
+        if session.stats()["version"] == 1:
+            check(session, content)
+            session.update(tmp_path / "next")
+        check(session, content | changed)
+        check(session, content | changed)
 
 
 def test_memory(trained, tmp_path):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok.interrupts import held_back
 from jaxsok.serving.backing import Lines, RowSource, join_lines
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.programs import LEAST_KEYS, CompiledPrograms
@@ -151,7 +152,7 @@ class DeviceStores:
         operands = self.put(tuple(batches))
         self.compiled.make("query", is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
-            with self.lock:
+            with self.lock, held_back():
                 self.require_open()
                 clock = self._tick()
                 form = self.layout, is_expanded, self.compiled.is_pinned
@@ -239,11 +240,12 @@ class DeviceStores:
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[list[programs.CacheStore]]:
         """Gives the stores to programs that donate them, under `lock`; keeps what those have made that did not fail."""
-        stores = list(self.arrays)
-        try:
-            yield stores
-        finally:
-            self.arrays = tuple(stores)
+        with held_back():
+            stores = list(self.arrays)
+            try:
+                yield stores
+            finally:
+                self.arrays = tuple(stores)
 
     def _drop_all(self) -> None:
         with self._replacing() as stores:

@@ -6,6 +6,7 @@ import logging
 import pathlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, final
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxsok.serving.config import PersistentDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError
+from jaxsok.serving.ready import rest_s
 from jaxsok.serving.temporary import TemporaryFolder
 
 try:
@@ -41,8 +43,9 @@ class RocksDatabase(Database):
     def __init__(self, config: PersistentDb) -> None:
         super().__init__(config.max_batch_size)
         self._path = config.path
-        self._changed = threading.Condition()
-        self._num_running, self._is_closed = 0, False  # under `_changed`: the calls that run
+        # A call adds itself before it looks at `_is_closed`, and `close` sets that before it looks for calls.
+        self._running: set[object] = set()  # whose changes are atomic
+        self._is_closed = False
         self._options = rocksdict.Options(raw_mode=True)
         self._options.create_if_missing(not config.read_only)
         self._options.increase_parallelism(config.num_threads)
@@ -114,14 +117,18 @@ class RocksDatabase(Database):
             keys = None  # it keeps the folder open, and an error keeps this frame
 
     def close(self, until: float | None = None) -> bool:
-        """Waits for calls that run, refuses later ones, and lets the folder go."""
-        has_ended = super().close(until)
-        with self._changed:
-            if self._is_closed:
-                return has_ended
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._num_running)
-        for opened in (*self._columns.values(), self._database):  # others may still refer to them
+        """Refuses later calls, waits for those that run, and lets the folder go."""
+        has_ended, self._is_closed = super().close(until), True
+        while self._running:
+            rest = rest_s(until)
+            if rest is not None and rest <= 0:
+                return False
+            time.sleep(0.01)
+        with self._creating:
+            columns, self._columns = self._columns, {}
+        if not columns:
+            return has_ended
+        for opened in (*columns.values(), self._database):  # others may still refer to them
             try:
                 opened.close()
             except Exception as error:  # what was written is on the disk
@@ -133,21 +140,20 @@ class RocksDatabase(Database):
         return self._call(lambda: self._columns.get(name))
 
     def _call(self, run: Callable[[], _Result]) -> _Result:
-        with self._changed:
+        call = object()
+        try:
+            self._running.add(call)
             if self._is_closed:
                 raise DatabaseError(f'persistent_db: got "{self._path}" closed, wanted it open.')
-            self._num_running += 1
-        try:
-            return run()
-        except Exception as error:  # rocksdict raises no other kind
-            raise DatabaseError(
-                f'persistent_db: path: got an error of RocksDB at "{self._path}" ({error}), wanted a folder that no '
-                "other process has open to write, and space on its disk; after a full disk open it again."
-            ) from error
-        finally:
-            with self._changed:
-                self._num_running -= 1
-                self._changed.notify_all()
+            try:
+                return run()
+            except Exception as error:  # rocksdict raises no other kind
+                raise DatabaseError(
+                    f'persistent_db: path: got an error of RocksDB at "{self._path}" ({error}), wanted a folder that '
+                    "no other process has open to write, and space on its disk; after a full disk open it again."
+                ) from error
+        finally:  # also after Ctrl-C
+            self._running.discard(call)
 
 
 def _count_values(column: Any) -> int:

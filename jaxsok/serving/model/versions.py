@@ -20,11 +20,12 @@ import jax
 import numpy as np
 
 from jaxsok import host_limits
+from jaxsok.interrupts import held_back
 from jaxsok.serving import backing, folders, frozen
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.folders import KeyBits, TableSource
-from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.frozen import FrozenStore, FrozenTables
 from jaxsok.serving.model.store_plans import Change, Part, StorePlan, split_sources
 from jaxsok.serving.ready import SHORT_TURNS, rest_s
 from jaxsok.serving.row_map import RowMap
@@ -250,6 +251,7 @@ class Versions(AnyVersions):
         self._can_donate = config.tier != "cache"  # a cache reads the rows below it apart from `reading`
         self._can_copy = config.device_share == 1  # else host memory would have to hold most rows twice
         self._gate = Gate()  # an update closes it; arrays of `current` are donated only while it is closed
+        self._to_undo = list["_Write"]()  # what a failed update in place has written; changed while the gate is closed
         owned = split_sources(given, len(memory.devices)) if config.is_split else [given]
         needed = max(sum(_bytes_of(config, table, source.num_rows) for table, source in mine) for mine in owned)
         why = "its tables; take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1"
@@ -273,6 +275,11 @@ class Versions(AnyVersions):
     def reading(self) -> Iterator[Version]:
         """Gives a version whose arrays are not donated until work over them is dispatched."""
         with self._gate.reading():
+            if self._to_undo:
+                raise RuntimeError(
+                    f'model "{self.name}": rows: got some of a failed update in place, which could not be put back for '
+                    "want of memory, wanted those of one version; update it again, or open the tables again."
+                )
             yield self.current
 
     def _check(self, source: Source | None, in_place: InPlace) -> None:
@@ -291,6 +298,10 @@ class Versions(AnyVersions):
         self, old: Version, new: Version, changes: Sequence[Change], in_place: InPlace, readers: Sequence[Any]
     ) -> None:
         with self._memory.lock:  # not while programs are compiled, which may take minutes
+            if self._to_undo:
+                with held_back(), self._gate.writing():
+                    self._undo()
+                old, new = self.current, dataclasses.replace(new, parts=self.current.parts)
             plans, is_in_place = self._plan(old, changes, in_place)
             writes, parts = list[_Write](), list[Part]()
             for number, part in enumerate(old.own_parts):
@@ -380,27 +391,32 @@ class Versions(AnyVersions):
 
     def _write_in_place(self, old: Version, new: Version, writes: Sequence["_Write"]) -> None:
         """Scatters changed rows into the arrays that are served."""
-        parts, done = [list(part.tables.stores) for part in new.parts], 0
-
-        def put(write: _Write, lines: Sequence[np.ndarray]) -> None:
-            stores = parts[write.part]
-            stores[write.store] = frozen.write_lines(stores[write.store], write.row_ids, lines)
-
-        with self._gate.writing():
+        parts = [list(part.tables.stores) for part in new.parts]
+        with held_back(), self._gate.writing():
             try:
                 for write in writes:
-                    put(write, write.after)
-                    done += 1
+                    write.put(parts, write.after)
+                    self._to_undo.append(write)
                 jax.block_until_ready(parts)
             except BaseException:
-                for write in writes[:done]:
-                    put(write, write.before)
                 for stores, part in zip(parts, old.parts, strict=True):
                     for s, was in enumerate(part.tables.stores):
                         stores[s] = dataclasses.replace(stores[s], index=was.index, counters=was.counters)
-                self.current = old.with_stores(parts)
+                self.current = old.with_stores(parts)  # the arrays of `old` are gone
+                self._undo()
                 raise
             self.current = new.with_stores(parts)
+            self._to_undo.clear()
+
+    def _undo(self) -> None:
+        """Puts rows back that a failed update in place has changed; until this succeeds none are served."""
+        parts = [list(part.tables.stores) for part in self.current.parts]
+        try:
+            while self._to_undo:
+                self._to_undo[-1].put(parts, self._to_undo[-1].before)
+                self._to_undo.pop()
+        finally:
+            self.current = self.current.with_stores(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,6 +428,10 @@ class _Write:
     row_ids: np.ndarray
     after: Sequence[np.ndarray]  # as `lines_of` gives them
     before: Sequence[np.ndarray]
+
+    def put(self, parts: Sequence[list[FrozenStore]], lines: Sequence[np.ndarray]) -> None:
+        stores = parts[self.part]
+        stores[self.store] = frozen.write_lines(stores[self.store], self.row_ids, lines)
 
 
 def open_update(model: str, source: Source, version: Version, key_bits: KeyBits) -> dict[str, TableSource]:
