@@ -22,6 +22,8 @@ from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
 from jaxsok.types import COMBINERS, PADDING_KEY, Combiner
 
+_NULL_VALUES = {"f": np.nan, "i": -1, "u": PADDING_KEY}  # by kind of dtype: no weight, or no key
+
 
 @dataclasses.dataclass(frozen=True)
 class Coo:
@@ -432,9 +434,7 @@ def unpack_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndar
         flat = _numbers(column.flatten(), what, name).reshape(len(column) - column.null_count, width)
         if not column.null_count:
             return flat, None
-        if flat.dtype.kind in "iu" and flat.dtype.itemsize < 8:
-            flat = flat.astype(np.int64)
-        square = np.full((len(column), width), _null_value(flat.dtype), flat.dtype)
+        square = np.full((len(column), width), _NULL_VALUES[flat.dtype.kind], flat.dtype)
         square[column.is_valid().to_numpy(zero_copy_only=False)] = flat
         return square, None
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -458,17 +458,13 @@ def _numbers(column: Any, what: str, name: str) -> np.ndarray:
         )
     if pa.types.is_null(kind):
         column = column.cast(pa.int64() if is_key else pa.float32())
+    # A column has one dtype, with nulls or without: parts of a batch lie in several processes.
+    wider = {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()}
+    column = column.cast(wider.get(kind, column.type))
     if column.null_count:
         if not is_key:
-            raise ValueError(f"{what}: {name}: got {column.null_count} nulls, wanted a number in every place.")
-        # Widened first: a narrow type has no padding. int64 -1 and uint64 2**64 - 1 are the same key.
-        column = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64())
-        column = column.fill_null(_null_value(np.dtype(np.uint64 if kind == pa.uint64() else np.int64)).item())
+            raise ValueError(
+                f"{what}: {name}: got {column.null_count} nulls, wanted a number in every place; fill them."
+            )
+        column = column.fill_null(_NULL_VALUES["u" if kind == pa.uint64() else "i"])
     return column.to_numpy(zero_copy_only=False)
-
-
-def _null_value(dtype: np.dtype) -> Any:
-    """Returns the value of a null: PADDING_KEY as a 64-bit number, NaN for weights."""
-    if dtype.kind == "f":
-        return dtype.type(np.nan)
-    return np.uint64(PADDING_KEY) if dtype == np.uint64 else dtype.type(-1)

@@ -165,7 +165,8 @@ class MemoryEstimate:
     def __str__(self) -> str:
         names = [" ".join(store.tables) for store in self.stores]
         parts = [part for part in STATE if any(part in store.state for store in self.stores)]
-        head = ("state", "dim", "rows in use", "capacity", *(name.replace("_", " ") for name in parts), "a row")
+        capacity = "capacity" if self.num_shards == 1 else "capacity of each"  # rows in use are those of all devices
+        head = ("state", "dim", "rows in use", capacity, *(name.replace("_", " ") for name in parts), "a row")
         body = [
             (
                 name,

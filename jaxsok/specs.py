@@ -587,6 +587,8 @@ def check_declarations(
     if num_shards is not None:
         checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
+        if not isinstance(specs, Iterable):
+            raise TypeError(f"{op}: {kind}: got {type(specs).__name__}, wanted a sequence of {wanted.__name__}s.")
         for spec in specs:
             if not isinstance(spec, wanted):
                 raise TypeError(f"{op}: {kind}: got {spec!r}, wanted {wanted.__name__}s.")

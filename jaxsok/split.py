@@ -211,7 +211,8 @@ def _split_rest(name: str, value: Any, num_samples: int, numbers: Sequence[int],
         if ends[0] < limits.min or ends[1] > limits.max:
             raise ValueError(
                 f'batch: entry "{name}": got {ends[0]} to {ends[1]}, wanted numbers of {dtype}, to which JAX cuts '
-                f"{value.dtype} without jax_enable_x64; make them smaller (hours in place of microseconds) or floats."
+                f"{value.dtype} without jax_enable_x64; make them smaller (hours in place of microseconds) or floats, "
+                "or leave the entry out."
             )
     value = value.astype(dtype)
     return shards.put(dict(zip(numbers, np.split(value, len(numbers)), strict=True)))

@@ -180,7 +180,8 @@ class ArrowSource(BlockSource):
     """Columns of an Arrow table, of Arrow IPC files, or of a dataset: Parquet files, folders, partitions.
 
     A block is a row group of a Parquet file, a record batch of an IPC file, or a whole file of another format. Integers
-    become keys as they are, and nulls among them PADDING_KEY; lists become `Bags`, lists of a fixed size rectangles.
+    become keys, and nulls among them PADDING_KEY, which is -1 of a signed type; lists become `Bags`, lists of a fixed
+    size rectangles. Bools become int8, and unsigned integers of 8 to 32 bits the next wider signed type.
 
     Args:
       data: a `pyarrow.Table` or another table with Arrow's C interface, a `pyarrow.dataset.Dataset`, a path, a pattern
@@ -354,14 +355,15 @@ def _column_of_arrow(name: str, column: Any) -> Any:
         is_view = pa.types.is_string_view(column.type.value_type) or pa.types.is_binary_view(column.type.value_type)
         column = column.dictionary if is_view else column.dictionary_decode()  # which Arrow cannot; refused below
     if pa.types.is_boolean(column.type):
-        column = column.cast(pa.uint8())
+        column = column.cast(pa.int8())
     kind = column.type
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     role = "floats" if pa.types.is_floating(kind) else "keys"
     if role == "floats" and pa.types.is_fixed_size_list(column.type) and column.null_count:
         raise ValueError(
-            f'ArrowSource: column "{name}": floats: got {column.null_count} nulls, wanted a list in every place.'
+            f'ArrowSource: column "{name}": floats: got {column.null_count} nulls, wanted a list in every place; fill '
+            "them."
         )
     numbers, lengths = adapters.unpack_arrow(column, f'ArrowSource: column "{name}"', role)
     return numbers if lengths is None else Bags(numbers, offsets=offsets_of(lengths))

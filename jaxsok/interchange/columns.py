@@ -248,7 +248,7 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
         raise ValueError(f"{op}: {path}: got columns {names}, wanted each once.")
     for name in ("key", "row"):
         if name not in names:
-            raise ValueError(f'{op}: {path}: got columns {names}, wanted also "{name}".')
+            raise ValueError(f'{op}: {path}: got columns {names}, wanted also "{name}": a table of jaxsok.')
     states, dtype, dim = [], np.dtype(np.float32), 0
     for field in schema:
         name, kind = field.name, field.type

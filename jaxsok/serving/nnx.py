@@ -27,6 +27,8 @@ __all__ = [
     "set_tables",
 ]
 
+_TRAINS = ("deterministic", "use_running_average")  # what Flax's modules have false in training mode
+
 
 class FrozenTablesVariable(nnx.Variable):
     """`FrozenTables`, or `()` before there are some. Never differentiated; one can be shared by several layers."""
@@ -163,15 +165,26 @@ def set_tables(model: Any, tables: FrozenTables) -> None:
 def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callable[[FrozenTables, Mapping], Any]:
     """Returns the model, as it is now, as a function of tables and inputs by name, as `export_model` takes it.
 
-    Its parameters are inside; call `model.eval()` first, where that matters. `method` is called as
-    `method(model, **inputs)`; None: `model(**inputs)`. ValueError: the model has no layers of this module.
+    Its parameters are inside. `method` is called as `method(model, **inputs)`; None: `model(**inputs)`. ValueError: the
+    model has no layers of this module, or is in training mode: call `model.eval()` first. In training mode batch
+    normalization would mix samples of several clients, and the padding of a batch.
 
     Example:
       `scores = jax.jit(layers.as_function(model))(tables, {"user": words})`
     """
     graphdef, bound, others = nnx.split(model, FrozenTablesVariable, ...)
     if not nnx.to_flat_state(bound):
-        raise ValueError("as_function: model: got one without layers of jaxsok.serving.nnx, wanted at least one.")
+        raise ValueError(
+            "as_function: model: got one without layers of jaxsok.serving.nnx, wanted at least one; put "
+            "LookupLayers.from_collection(collection, tables=tables) in the place of jaxsok.layers.nnx.Embeddings."
+        )
+    for path, node in nnx.iter_graph(model):
+        flags = [name for name in _TRAINS if isinstance(node, nnx.Module) and getattr(node, name, None) is False]
+        if flags:
+            raise ValueError(
+                f"as_function: model: got {type(node).__name__} {'.'.join(map(str, path))} in training mode "
+                f"({flags[0]}=False), wanted one that serves; call model.eval() first."
+            )
     others = group.off_mesh(others)
 
     def function(tables: FrozenTables, inputs: Mapping[str, Any]) -> Any:

@@ -486,7 +486,7 @@ def test_columns_are_chosen(tmp_path, name):
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_nulls(tmp_path, as_file):
-    """Null keys become PADDING_KEY, null lists empty, null lists of one size padding; narrow types become 64 bits."""
+    """Null keys become PADDING_KEY, null lists empty, null lists of one size padding."""
     if as_file and int(pa.__version__.split(".")[0]) < 26:
         pytest.skip("pyarrow 25 raises ArrowInvalid where it reads a null list of one size from Parquet")
     columns = {
@@ -513,10 +513,30 @@ def test_nulls(tmp_path, as_file):
     assert_reads(ArrowSource(given), np.array([1, 3]), plain)
 
 
-def test_booleans_are_numbers():
-    """Booleans without nulls are read as 8-bit numbers."""
-    column = ArrowSource(pa.table({"clicked": [True, False, True]})).take(slice(0, 3))["clicked"]
-    assert column.tolist() == [1, 0, 1] and column.dtype == np.uint8
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (pa.bool_(), np.int8),
+        (pa.int8(), np.int8),
+        (pa.int16(), np.int16),
+        (pa.int32(), np.int32),
+        (pa.int64(), np.int64),
+        (pa.uint8(), np.int16),
+        (pa.uint16(), np.int32),
+        (pa.uint32(), np.int64),
+        (pa.uint64(), np.uint64),
+    ],
+)
+def test_the_dtype_of_a_column_depends_on_its_type_alone(kind, dtype):
+    """Else two processes could make one array of two dtypes, where only one of them reads a null."""
+    for values in ([1, 0, 1], [1, None, 0], [None, None, None]):
+        wanted = [np.array(-1).astype(dtype) if value is None else value for value in values]
+        columns = {"plain": pa.array(values, pa.int8()).cast(kind)}
+        if kind != pa.bool_():  # lists of bools are refused
+            lists = [None if value is None else [value, 1] for value in values]
+            columns["lists"] = pa.array(lists, pa.list_(kind, 2))
+        for name, column in ArrowSource(pa.table(columns)).take(slice(0, 3)).items():
+            assert column.dtype == dtype and column.reshape(3, -1)[:, 0].tolist() == wanted, name
 
 
 def test_dictionaries_of_numbers_are_numbers(tmp_path):

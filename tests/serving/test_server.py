@@ -119,7 +119,7 @@ def test_json_is_written_in_pieces(shape, monkeypatch):
     assert max(map(len, pieces)) < 16 * 24
 
 
-@pytest.mark.parametrize("given", ["json", "ragged json", "tensors", "ragged tensors"])
+@pytest.mark.parametrize("given", ["json", "ragged json", "ragged json lists", "tensors", "ragged tensors"])
 def test_predict(client, given):
     """Predictions take bags, ragged or of one hotness, and floats; tables and outputs are of one version."""
     bags, dense = [[1, 2], [4, -3]], [[0.5, 1], [2, -4.25]]
@@ -127,7 +127,7 @@ def test_predict(client, given):
     if "ragged" in given:
         bags, wanted = [[1, 2, 4], [-3]], [1 + 2 + 4 + 1.5, (2**64 - 3) % 1009 - 2.25]
     values, lengths = np.concatenate(bags), np.array([len(bag) for bag in bags], np.int32)
-    if given == "json":
+    if given in ("json", "ragged json lists"):
         options = {"json": {"inputs": {"user": bags, "dense": dense}}}
     elif given == "ragged json":
         ragged = {"values": values.tolist(), "lengths": lengths.tolist()}

@@ -256,6 +256,30 @@ def test_an_nnx_model_takes_other_tables(is_graph):
         assert model.embed.tables.get_value().stores[0].capacity == tables.stores[0].capacity
 
 
+@pytest.mark.parametrize("kind", ["batch norm", "dropout"])
+def test_a_model_in_training_mode_is_not_served(kind):
+    """Else a sample's score would depend on the samples of others, or on nothing that a client gives."""
+    tables, _ = tables_of("float32")
+    rngs = flax.nnx.Rngs(0)
+
+    class Ranker(flax.nnx.Module):
+        def __init__(self):
+            self.user = nnx.LookupLayer("user", tables=tables)
+            of_kind = {"batch norm": lambda: flax.nnx.BatchNorm(tables.tables["user"].dim, rngs=rngs)}
+            self.layers = flax.nnx.List([of_kind.get(kind, lambda: flax.nnx.Dropout(0.5, rngs=rngs))()])
+
+        def __call__(self, user):
+            return self.layers[0](self.user(user))
+
+    model, keys = Ranker(), np.arange(4)
+    with pytest.raises(ValueError, match=r"layers\.0 in training mode .*call model\.eval\(\) first"):
+        nnx.as_function(model)
+    model.eval()
+    function = nnx.as_function(model)
+    together = function(tables, {"user": keys})
+    np.testing.assert_array_equal(function(tables, {"user": keys[:1]}), together[:1])
+
+
 def test_a_linen_model_takes_other_tables():
     tables, known = tables_of("float32")
     inputs, pairs = _inputs()

@@ -3,6 +3,7 @@
 import abc
 import collections
 import dataclasses
+import itertools
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -215,11 +216,15 @@ def _read_input(value: Any, spec: Any, max_samples: int, what: str) -> np.ndarra
 
 
 def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> Bags:
-    """Reads ragged bags, or bags of one hotness: keys `[samples, hotness]`."""
+    """Reads bags: values and lengths, lists of keys, or keys `[samples, hotness]`."""
     if isinstance(value, dict):
         return wire.read_bags(value, spec.is_weighted, what)
     if spec.is_weighted:
         raise RequestError(f"{what}: got no weights, wanted values, lengths and weights.")
+    if isinstance(value, list) and value and all(isinstance(bag, list) for bag in value):
+        _check_most(len(value), max_samples, Predictions.op, "samples")
+        parts = {"values": list(itertools.chain.from_iterable(value)), "lengths": list(map(len, value))}
+        return wire.read_bags(parts, False, what)
     keys = wire.read_keys(value, what)
     if keys.ndim != 2:
         raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
