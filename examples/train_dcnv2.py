@@ -334,7 +334,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     default = Config()
     parser = argparse.ArgumentParser(
         description="Train MLPerf's DLRM-DCNv2 on dynamic tables from binary files.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=training.HelpFormatter,
     )
     add = parser.add_argument
     add("--data", type=pathlib.Path, metavar="FOLDER", help="MLPerf's or TorchRec's files (default: synthetic ones)")

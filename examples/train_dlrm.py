@@ -191,7 +191,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     """
     parser = argparse.ArgumentParser(
         description="Train a DLRM on dynamic tables from a click log in Criteo's format.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=training.HelpFormatter,
     )
     add = parser.add_argument
     add("--data", nargs="+", type=pathlib.Path, default=(), metavar="FILE",

@@ -446,7 +446,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     default = Config()
     parser = argparse.ArgumentParser(
         description="Train a factorisation or a two-tower model on MovieLens ratings.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=training.HelpFormatter,
     )
     add = parser.add_argument
     add(

@@ -4,6 +4,7 @@ Orbax saves tables, dense parameters, the place in the data and the curves toget
 exactly the next batch.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -193,6 +194,14 @@ class History:
 
 def _by_store(stats: jaxsok.Stats) -> dict[int, int]:
     return dict(zip(stats.stores, stats.capacities, strict=True))
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds an option's default to its help, unless that says what happens without it, or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_it = action.default in (None, (), False) or "(default: " in (action.help or "")
+        return action.help if says_it else super()._get_help_string(action)
 
 
 def check_options(config: Any) -> None:
