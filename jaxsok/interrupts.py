@@ -1,5 +1,7 @@
 """Ctrl-C, held back where it would lose a state: between a call that donates it and the assignment of its result."""
 
+# As `signal`, without the conversions to enumerations, which took most of the time of a block.
+import _signal  # pyright: ignore[reportMissingImports]
 import contextlib
 import dataclasses
 import signal
@@ -42,7 +44,9 @@ def held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers: dict[int, Any] = {
+        number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))
+    }
     is_within = any(isinstance(handler, _Holder) and not handler.is_over for handler in handlers.values())
     if not handlers or is_within:
         yield
@@ -50,13 +54,13 @@ def held_back() -> Iterator[None]:
     holder = _Holder(handlers)
     try:
         for number in handlers:
-            signal.signal(number, holder)
+            _signal.signal(number, holder)
         yield
     finally:
         holder.is_over = True  # if a signal comes between these lines and a holder stays, signals pass through it
         for number, handler in handlers.items():
-            if signal.getsignal(number) is holder:  # else a handler that was called has set another one
-                signal.signal(number, handler)
+            if _signal.getsignal(number) is holder:  # else a handler that was called has set another one
+                _signal.signal(number, handler)
         holder.deliver()
 
 

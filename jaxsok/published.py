@@ -11,7 +11,8 @@ import os
 import pathlib
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 
 ENDING = ".writing"
 """Ends the names of unpublished folders."""
@@ -56,11 +57,12 @@ def new_folder(op: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
     folder = unfinished_path(path, secrets.token_hex(8))
     try:
         folder.mkdir(parents=True)
-        yield folder
-        for file in folder.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        publish(op, folder, path)
+        with naming(path):
+            yield folder
+            for file in folder.iterdir():
+                with file.open("rb") as written:
+                    to_disk(written.fileno())
+            publish(op, folder, path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -73,12 +75,29 @@ def sync(folder: pathlib.Path) -> None:
     except OSError:
         return  # the folder is write-only
     try:
+        to_disk(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def to_disk(descriptor: int) -> None:
+    """Waits until a file or folder is on the disk, where the file system can tell; an error means that it is lost."""
+    try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Names what is being written in errors of the system, which do not: a full disk is met in an open file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -104,3 +123,73 @@ def place_new(partial: pathlib.Path, path: pathlib.Path) -> None:
         os.rename(partial, path)
     else:
         partial.unlink()
+
+
+@contextlib.contextmanager
+def partial_files(
+    op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Callable[[], Sequence[pathlib.Path]] = tuple
+) -> Iterator[list[IO[bytes]]]:
+    """Opens the files of one export as `<name>.<random>.partial`, and renames them once all are complete.
+
+    A reader needs the first file, so it is removed first and appears last: there is the old export, the new one, or
+    none. If a new file cannot get its name then, the partial files stay, and a note of the error names them. Existing
+    files are refused unless they may go; `stale` finds other files of the export, now and at the end.
+    """
+
+    def find_stale() -> list[pathlib.Path]:
+        return [path for path in stale() if path not in paths]
+
+    refuse_existing(op, [*paths, *find_stale()], overwrite)
+    # Two writers of one name must not write into one file.
+    end = f".{secrets.token_hex(4)}.partial"
+    partials = [path.with_name(path.name + end) for path in paths]
+    try:
+        with contextlib.ExitStack() as stack, naming(paths[0]):
+            paths[0].parent.mkdir(parents=True, exist_ok=True)  # of all of them
+            opened = [stack.enter_context(open(partial, "x+b")) for partial in partials]
+            yield opened
+            for file in opened:
+                file.flush()
+                to_disk(file.fileno())
+        refuse_existing(op, [*paths, *find_stale()], overwrite)
+    except BaseException:
+        _remove(partials)
+        raise
+    placed: list[pathlib.Path] = []
+    with lock_folder(paths[0].parent):
+        try:
+            refuse_existing(op, [*paths, *find_stale()], overwrite)
+            others = find_stale() if overwrite else []  # while the first file can be asked whose they are
+            if overwrite and (paths[1:] or others):
+                paths[0].unlink(missing_ok=True)
+                sync(paths[0].parent)
+                _remove(others)
+            for partial, path in zip([*partials[1:], partials[0]], [*paths[1:], paths[0]], strict=True):
+                (os.replace if overwrite else place_new)(partial, path)
+                placed.append(path)
+            sync(paths[0].parent)
+        except FileExistsError:  # another writer was faster: one of the two succeeds with all files
+            _remove([*placed, *partials])
+            refuse_existing(op, paths, overwrite)
+            raise
+        except BaseException as failure:
+            kept = [str(partial) for partial in partials if partial.exists()]
+            failure.add_note(f"{op}: the new files are complete; those without their names yet stay: {kept}.")
+            raise
+
+
+def _remove(paths: Sequence[pathlib.Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
+    """Refuses paths that are taken, unless they may go, and can."""
+    there = [path for path in paths if path.exists()]
+    if there and not overwrite:
+        raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
+    for path in filter(os.path.lexists, paths):
+        if path.is_dir():
+            raise IsADirectoryError(f"{op}: {path}: got a folder, wanted a file, or none.")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(f"{op}: {path}: may not be replaced: its folder is read-only.")

@@ -215,7 +215,7 @@ def _begin_export(
                 "the last step of each row; declare TableSpec(statistics=True)."
             )
     check_placed(op, collection, state)
-    final, chain, rests_on = pathlib.Path(path), [], None
+    final, chain, rests_on = pathlib.Path(os.path.abspath(path)), [], None  # a writer may go on after os.chdir
     if base is not None:
         with processes.fail_together(op):
             chain = _open_base(op, collection, state, base, clock)
@@ -271,7 +271,7 @@ def _finish(
 ) -> Exported:
     op = saving.op
     try:
-        with processes.fail_together(op):
+        with processes.fail_together(op), published.naming(final):
             written.result()
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(op, saving.latest)
@@ -281,7 +281,7 @@ def _finish(
                 "lookups got another clock, or rows were imported with later last steps; pass clock= to all of lookup, "
                 "assign, import_table and exports, or to none, and import rows of a longer training without last_step."
             )
-        with processes.fail_together(op):
+        with processes.fail_together(op), published.naming(final):
             kept = keys()
             if jax.process_index() == 0:
                 manifest_lib.join_parts(op, folder)

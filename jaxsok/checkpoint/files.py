@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import io
 import logging
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401  (names bfloat16 to NumPy)
 import numpy as np
 
-from jaxsok import checks, manifests
+from jaxsok import checks, manifests, published
 from jaxsok.checks import not_none
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
@@ -179,12 +178,13 @@ class _SegmentedFile(io.RawIOBase):
 
 
 def close_and_sync(file: Any) -> None:
-    file.flush()
-    if hasattr(file, "fileno"):
-        # A file system may lack it: its own close has to do then.
-        with contextlib.suppress(OSError, io.UnsupportedOperation):
-            os.fsync(file.fileno())
-    file.close()
+    with contextlib.closing(file):
+        file.flush()
+        try:
+            descriptor = file.fileno()
+        except (AttributeError, io.UnsupportedOperation):  # of a remote file, whose close has to do
+            return
+        published.to_disk(descriptor)
 
 
 def write_and_sync(path: Any, text: str) -> None:

@@ -11,20 +11,21 @@ keys `C1` … `C26`.
 import binascii
 import collections
 import contextlib
+import itertools
 import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
 
-from jaxsok import checks
+from jaxsok import checks, published
 from jaxsok.data.samples import ArraySource, BlockSource, Columns, JoinedSource
 from jaxsok.types import PADDING_KEY
 
@@ -233,61 +234,52 @@ def convert(
     is_new = not folder.exists()
     if (bags := folder / "day_0_sparse_multi_hot.npz").exists():  # which `binary_source` would read with the new labels
         raise FileExistsError(f"convert: folder: got {bags}, bags of another log, wanted a folder without it.")
-    writers: dict[str, _NpyWriter] = {}
-    num_rows = 0
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for columns in _parse_blocks(paths, num_threads):
-            left = len(columns["integers"]) if max_rows is None else max_rows - num_rows
-            sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
-            arrays = {"dense": columns["integers"], "sparse": sparse}
-            if "label" in columns:
-                arrays["labels"] = columns["label"]
-            for name, array in arrays.items():
-                if name not in writers:
-                    writers[name] = _NpyWriter(folder / f"day_0_{name}.npy", array)
-                writers[name].add(array[:left])
-            num_rows += len(sparse[:left])
-            if num_rows == max_rows:
-                break
-        for name in {"dense", "sparse", "labels"} - writers.keys():  # of a log that was converted before
-            (folder / f"day_0_{name}.npy").unlink(missing_ok=True)
-        for writer in reversed(writers.values()):  # `binary_source` looks for the first one
-            writer.finish(num_rows)
-    finally:
-        for writer in writers.values():
-            writer.close()
-        if is_new:
-            with contextlib.suppress(OSError):  # it has files
-                folder.rmdir()
+    with contextlib.closing(_parse_blocks(paths, num_threads)) as parsed:
+        blocks = map(_arrays_of, parsed)
+        first = next(blocks, None)
+        # `binary_source` looks for the first file. Labels may be there of a log that was converted before.
+        files = {name: folder / f"day_0_{name}.npy" for name in ("dense", "sparse", "labels")}
+        if first is None:
+            for path in files.values():
+                path.unlink(missing_ok=True)
+            return 0
+        is_stale = "labels" not in first and files["labels"].exists()
+        written, num_rows = [files[name] for name in first], 0
+        try:
+            with published.partial_files(
+                "convert", written, overwrite=True, stale=lambda: [files["labels"]] if is_stale else []
+            ) as opened:
+                for arrays in itertools.chain([first], blocks):
+                    left = None if max_rows is None else max_rows - num_rows
+                    for file, array in zip(opened, arrays.values(), strict=True):
+                        if not num_rows:
+                            _write_header(file, array, 0)
+                        file.write(np.ascontiguousarray(array[:left]).data)
+                    num_rows += len(arrays["dense"][:left])
+                    if num_rows == max_rows:
+                        break
+                for file, array in zip(opened, first.values(), strict=True):
+                    file.seek(0)
+                    _write_header(file, array, num_rows)
+        except BaseException:
+            if is_new:
+                with contextlib.suppress(OSError):  # it has files
+                    folder.rmdir()
+            raise
     return num_rows
 
 
-class _NpyWriter:
-    """Writes an array of unknown length to an .npy file."""
+def _arrays_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns what `convert` writes of a block."""
+    sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
+    arrays = {"dense": columns["integers"], "sparse": sparse}
+    return arrays | {"labels": columns["label"]} if "label" in columns else arrays
 
-    def __init__(self, path: pathlib.Path, like: np.ndarray):
-        self._path, self._partial = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._like = like
-        self._file = open(self._partial, "wb")
-        self._write_header(0)
 
-    def _write_header(self, num_rows: int) -> None:
-        header = {"descr": self._like.dtype.str, "fortran_order": False, "shape": (num_rows, *self._like.shape[1:])}
-        np.lib.format.write_array_header_1_0(self._file, header)  # as long for any number of rows
-
-    def add(self, array: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(array).data)
-
-    def finish(self, num_rows: int) -> None:
-        self._file.seek(0)
-        self._write_header(num_rows)
-        self._file.close()
-        os.replace(self._partial, self._path)
-
-    def close(self) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+def _write_header(file: IO[bytes], like: np.ndarray, num_rows: int) -> None:
+    """Writes the head of an .npy file, which is as long for any number of rows."""
+    header = {"descr": like.dtype.str, "fortran_order": False, "shape": (num_rows, *like.shape[1:])}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _paths_of(op: str, paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from jaxsok import checks
+from jaxsok import checks, published
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import Form, RecordChunks, RecordsIn
@@ -59,7 +59,7 @@ def write_parquet(
     _, parquet = _arrow("write_parquet")
     form, chunks = files.check_records("write_parquet", records, pairs_statistics=True)
     schema, num_rows = _schema(form), 0
-    with files.partial_files("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+    with published.partial_files("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         how = {"compression": compression or "none", "write_page_checksum": True, "use_dictionary": False}
         with parquet.ParquetWriter(file, schema, **how) as writer:
             for chunk in chunks:
@@ -120,7 +120,7 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
     pa, _ = _arrow("write_arrow")
     form, chunks = files.check_records("write_arrow", records, pairs_statistics=True)
     schema, num_rows = _schema(form), 0
-    with files.partial_files("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+    with published.partial_files("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
             for chunk in chunks:
                 batch = _batch(chunk, schema)

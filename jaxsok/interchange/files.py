@@ -4,12 +4,10 @@ A reader checks names, types, sizes and all keys before it gives out rows. A wri
 renames them when the last row is in.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
 import pathlib
-import secrets
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -130,76 +128,6 @@ def check_records(op: str, records: RecordsIn, *, pairs_statistics: bool = False
             yield chunk
 
     return form, rest()
-
-
-@contextlib.contextmanager
-def partial_files(
-    op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Callable[[], Sequence[pathlib.Path]] = tuple
-) -> Iterator[list[IO[bytes]]]:
-    """Opens the files of one export as `<name>.<random>.partial`, and renames them once all are complete.
-
-    A reader needs the first file, so it is removed first and appears last: there is the old export, the new one, or
-    none. If a new file cannot get its name then, the partial files stay, and a note of the error names them. Existing
-    files are refused unless they may go; `stale` finds other files of the export, now and at the end.
-    """
-
-    def find_stale() -> list[pathlib.Path]:
-        return [path for path in stale() if path not in paths]
-
-    refuse_existing(op, [*paths, *find_stale()], overwrite)
-    # Two writers of one name must not write into one file.
-    end = f".{secrets.token_hex(4)}.partial"
-    partials = [path.with_name(path.name + end) for path in paths]
-    try:
-        with contextlib.ExitStack() as stack:
-            paths[0].parent.mkdir(parents=True, exist_ok=True)  # of all of them
-            opened = [stack.enter_context(open(partial, "x+b")) for partial in partials]
-            yield opened
-            for file in opened:
-                file.flush()
-                os.fsync(file.fileno())
-        refuse_existing(op, [*paths, *find_stale()], overwrite)
-    except BaseException:
-        _remove(partials)
-        raise
-    placed: list[pathlib.Path] = []
-    with published.lock_folder(paths[0].parent):
-        try:
-            refuse_existing(op, [*paths, *find_stale()], overwrite)
-            others = find_stale() if overwrite else []  # while the first file can be asked whose they are
-            if overwrite and (paths[1:] or others):
-                paths[0].unlink(missing_ok=True)
-                published.sync(paths[0].parent)
-                _remove(others)
-            for partial, path in zip([*partials[1:], partials[0]], [*paths[1:], paths[0]], strict=True):
-                (os.replace if overwrite else published.place_new)(partial, path)
-                placed.append(path)
-            published.sync(paths[0].parent)
-        except FileExistsError:  # another writer was faster: one of the two succeeds with all files
-            _remove([*placed, *partials])
-            refuse_existing(op, paths, overwrite)
-            raise
-        except BaseException as failure:
-            kept = [str(partial) for partial in partials if partial.exists()]
-            failure.add_note(f"{op}: the new files are complete; those without their names yet stay: {kept}.")
-            raise
-
-
-def _remove(paths: Sequence[pathlib.Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
-    """Refuses paths that are taken, unless they may go, and can."""
-    there = [path for path in paths if path.exists()]
-    if there and not overwrite:
-        raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
-    for path in filter(os.path.lexists, paths):
-        if path.is_dir():
-            raise IsADirectoryError(f"{op}: {path}: got a folder, wanted a file, or none.")
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise PermissionError(f"{op}: {path}: may not be replaced: its folder is read-only.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
@@ -428,7 +356,7 @@ def export_all(
 ) -> dict[str, int]:
     """Checks and writes tables, each into its one file; returns how many rows, by table."""
     refuse_processes(op, collection, write.__name__)
-    refuse_existing(op, list(paths.values()), overwrite)
+    published.refuse_existing(op, list(paths.values()), overwrite)
     return {
         table: write(path, collection.export_chunks(state, table, with_state=with_state), overwrite=overwrite)
         for table, path in paths.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import checks
+from jaxsok import checks, published
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
@@ -48,7 +48,7 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
     if hotness and "frequency" not in form.statistics:
         raise ValueError(f"{op}: hotness: got True with records without frequency, wanted records with it.")
     paths = [key, rows, meta] if hotness else [key, rows]
-    with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
+    with published.partial_files(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
             numbers = convert_to(f"{op}: records.rows", chunk.rows, np.dtype(np.float32))
@@ -135,7 +135,7 @@ def save(
     _check_defaults(op, collection, list(places), defaults)
     num_rows = collection.num_rows(state)
     for table, place in places.items():
-        files.refuse_existing(op, _paths(place), overwrite)
+        published.refuse_existing(op, _paths(place), overwrite)
         if num_rows[table] == 0:
             raise ValueError(f"{op}: tables: got {table!r}, which has no rows; HPS reads no empty table: leave it out.")
     return {

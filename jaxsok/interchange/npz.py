@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import keys as keys_lib
+from jaxsok import keys as keys_lib, published
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RecordChunks, RecordsIn
@@ -49,7 +49,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
     arrays: dict[str, Any] = {"key": whole.keys, "row": rows, "row_dtype": np.array(whole.rows.dtype.name)}
     arrays |= {f"state.{name}": array for name, array in whole.state.items()}
     arrays |= {name: getattr(whole, name) for name in ("last_step", "frequency") if getattr(whole, name) is not None}
-    with files.partial_files("write_npz", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+    with published.partial_files("write_npz", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         np.savez(file, allow_pickle=False, **arrays)
     return whole.num_rows
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok import checks
+from jaxsok import checks, published
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RawArray, RecordChunks, RecordsIn
@@ -91,7 +91,9 @@ def write_sok(
     outputs += [(end, 2, _slot_name(op, end), of_state) for end in slots.values()]
     headers = [header_bytes(op, table, *output) for _, *output in outputs]
     paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{end}" for end, *_ in outputs], 0
-    with files.partial_files(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
+    with published.partial_files(
+        op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)
+    ) as opened:
         for file, header in zip(opened, headers, strict=True):
             file.write(header)
         for chunk in chunks:
@@ -199,7 +201,7 @@ def save(
     files.refuse_processes(op, collection, "write_sok")
     chosen = {table: _choose_slots(op, collection, table, with_state, optimizers) for table in names}
     for name in names.values():
-        files.refuse_existing(op, _files_of(op, directory, name), overwrite)
+        published.refuse_existing(op, _files_of(op, directory, name), overwrite)
     num_rows = {}
     for table, name in names.items():
         optimizer, rate = chosen[table]

@@ -166,8 +166,8 @@ def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callabl
     """Returns the model, as it is now, as a function of tables and inputs by name, as `export_model` takes it.
 
     Its parameters are inside. `method` is called as `method(model, **inputs)`; None: `model(**inputs)`. ValueError: the
-    model has no layers of this module, or is in training mode: call `model.eval()` first. In training mode batch
-    normalization would mix samples of several clients, and the padding of a batch.
+    model has no layers of this module, or some module's `deterministic` or `use_running_average` is false: call
+    `model.eval()` first. In training mode batch normalization would mix samples of several clients, and padding.
 
     Example:
       `scores = jax.jit(layers.as_function(model))(tables, {"user": words})`
@@ -179,7 +179,7 @@ def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callabl
             "LookupLayers.from_collection(collection, tables=tables) in the place of jaxsok.layers.nnx.Embeddings."
         )
     for path, node in nnx.iter_graph(model):
-        flags = [name for name in _TRAINS if isinstance(node, nnx.Module) and getattr(node, name, None) is False]
+        flags = [name for name in _TRAINS if isinstance(node, nnx.Module) and getattr(node, name, None) in (False, 0)]
         if flags:
             raise ValueError(
                 f"as_function: model: got {type(node).__name__} {'.'.join(map(str, path))} in training mode "

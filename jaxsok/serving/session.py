@@ -225,7 +225,8 @@ class Session:
         """Gives the memory back. Lookups that run end; later ones are refused.
 
         Waits `timeout_s` (None: any time) for a refresh and for background compilation, and returns whether all has
-        ended. Later they end by themselves; Python's own end waits for a compiler all the same.
+        ended. Later they end by themselves; Python's own end waits for a compiler all the same. A database in which a
+        call still ran is closed by another `close`.
         """
         self._is_closed = True
         if self._process != os.getpid():  # a fork has none of its threads
@@ -239,9 +240,10 @@ class Session:
         ):
             worker.stop()  # stop all before waiting for any
         have_ended = [worker.close(until) for worker in (*followers, *models.values())]
-        databases, self._databases = self._databases, (None, None)
-        have_ended += [database.close(until) for database in filter(None, databases)]
-        return all(have_ended)
+        of_databases = [database.close(until) for database in filter(None, self._databases)]
+        if all(of_databases):  # otherwise another call closes them
+            self._databases = (None, None)
+        return all(have_ended + of_databases)
 
     def _require_open(self, op: str) -> None:
         if self._is_closed:

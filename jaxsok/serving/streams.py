@@ -246,22 +246,35 @@ class Publisher:
             return
         token, num_chunks = secrets.token_hex(8), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
         payload = f"{stream.name}:{token}"
-        for chunk in _chunks(path, [name for name, _ in sizes]):
-            stream.call(functools.partial(_push, payload, chunk))
         entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}
         entry |= {"path": str(path.absolute()) if by_path else None, "tables": list(manifest["tables"])}
-        while (room := make_room(is_sent=True)) is not None:
-            last, leaving = room
-            if stream.call(lambda client: client.llen(payload)) != num_chunks:
-                raise ServingError(
-                    f'publish: folder: got "{path}", whose chunks Redis has dropped meanwhile, wanted all '
-                    f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
-                )
-            keys = stream.name, payload, *(old.payload for old in leaving)
-            values = last, json.dumps(entry), *(old.id for old in leaving)
-            if stream.call(lambda client, keys=keys, values=values: client.eval(_ADD, len(keys), *keys, *values)):
-                return
-        stream.call(lambda client: client.unlink(payload))  # another publisher has added the version meanwhile
+        may_be_there = False  # whether it was added, or an answer that says so was lost
+        try:
+            for chunk in _chunks(path, [name for name, _ in sizes]):
+                stream.call(functools.partial(_push, payload, chunk))
+            while (
+                room := make_room(is_sent=True)
+            ) is not None:  # None: another publisher has added the version meanwhile
+                last, leaving = room
+                if stream.call(lambda client: client.llen(payload)) != num_chunks:
+                    raise ServingError(
+                        f'publish: folder: got "{path}", whose chunks Redis has dropped meanwhile, wanted all '
+                        f"{num_chunks}; give Redis memory and the policy noeviction, then publish it again."
+                    )
+                keys = stream.name, payload, *(old.payload for old in leaving)
+                values = last, json.dumps(entry), *(old.id for old in leaving)
+                may_be_there = True
+                if stream.call(lambda client, keys=keys, values=values: client.eval(_ADD, len(keys), *keys, *values)):
+                    return
+                may_be_there = False
+        finally:
+            if not may_be_there:
+                self._forget(payload)
+
+    def _forget(self, payload: str) -> None:
+        """Drops the chunks of a version that was not added: they would take the room of later ones."""
+        with contextlib.suppress(DatabaseError):
+            self._stream.call(lambda client: client.unlink(payload))
 
     def _make_room(
         self, path: pathlib.Path, uuid: str, base: str | None, num_bytes: int, *, is_sent: bool = False

@@ -1,6 +1,8 @@
 """Ctrl-C at the worst moment: between a call that was given a state and the assignment of its result."""
 
 import concurrent.futures
+import errno
+import os
 import signal
 import sys
 import threading
@@ -258,6 +260,44 @@ def test_an_export_leaves_nothing(owner, name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxsok.save")]
     assert checkpoint.export_full(tmp_path / "saved", collection, state).num_rows == {"item": 30}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_an_export_whose_bytes_are_lost_fails(at, tmp_path, monkeypatch):
+    """A full or broken disk may say so when a file is flushed, and after that no more."""
+    collection, state, _ = full()
+    fsync, left = os.fsync, [at]
+
+    def fail_at(descriptor):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail_at)
+        with pytest.raises(OSError, match=r"No space left on device: '.*saved'"):
+            checkpoint.export_full(tmp_path / "saved", collection, state)
+    assert not list(tmp_path.iterdir())
+
+    def not_supported(descriptor):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", not_supported)
+    assert checkpoint.export_full(tmp_path / "saved", collection, state).num_rows == {"item": 30}
+
+
+def test_a_delta_is_written_where_its_path_was_when_it_began(tmp_path, monkeypatch):
+    collection, state, batch = full(statistics=True)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    monkeypatch.chdir(tmp_path)
+    _, state, _ = collection.lookup(collection.grow(state, batch), batch.features)
+    begun = checkpoint.begin_export_delta("delta", collection, state, base="full")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert begun.result().path == tmp_path / "delta"
+    assert not list((tmp_path / "other").iterdir())
+    assert by_key(collection, checkpoint.load(tmp_path / "delta", collection)) == by_key(collection, state)
 
 
 def test_an_export_that_waits_for_its_files_leaves_nothing(tmp_path, monkeypatch):

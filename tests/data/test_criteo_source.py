@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import threading
 import tracemalloc
 
@@ -345,8 +346,9 @@ def test_a_conversion_replaces_the_one_before(tmp_path):
 
 
 def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
-    """The file that completes a day is written last."""
+    """The file that completes a day is written last; the one of a day that was there before is gone by then."""
     (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(10)))
+    criteo.convert(tmp_path / "log", tmp_path / "out")
     replace, left = os.replace, [2]
 
     def fail_at_third(*paths):
@@ -358,9 +360,36 @@ def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", fail_at_third)
     with pytest.raises(OSError, match="no space left"):
         criteo.convert(tmp_path / "log", tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["day_0_labels.npy", "day_0_sparse.npy"]
+    there = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert (
+        re.sub(r"\.[0-9a-f]{8}\.", ".*.", " ".join(there))
+        == "day_0_dense.npy.*.partial day_0_labels.npy day_0_sparse.npy"
+    )
     with pytest.raises(FileNotFoundError):
         criteo.binary_source(tmp_path / "out")
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_conversion_over_another_is_one_of_the_two(at, tmp_path, monkeypatch):
+    """Ctrl-C between two files that get their names leaves no mix of two logs of one length."""
+    first, second = (_synthetic_fields(10) for _ in range(2))
+    for number, rows in enumerate((first, second)):
+        (tmp_path / f"log{number}").write_bytes(_to_text(rows))
+    criteo.convert(tmp_path / "log0", tmp_path / "out")
+    replace, left = os.replace, [at]
+
+    def interrupted(*paths):
+        replace(*paths)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", interrupted)
+        criteo.convert(tmp_path / "log1", tmp_path / "out")
+    with pytest.raises(FileNotFoundError):
+        criteo.binary_source(tmp_path / "out")
+    _assert_reads(_convert(tmp_path / "log1", tmp_path), second)
 
 
 def test_memory_is_bounded_by_the_blocks_in_flight(tmp_path, monkeypatch):

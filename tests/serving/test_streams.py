@@ -229,11 +229,12 @@ def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatc
     def push(*arguments, push=streams._push):
         pushes.append(arguments)
         if len(pushes) == 3:
-            raise KeyboardInterrupt  # The process has ended without a cleanup.
+            raise KeyboardInterrupt
         push(*arguments)
 
     with serve(url, training) as session, monkeypatch.context() as patch:
         patch.setattr(streams, "_push", push)
+        patch.setattr(streams.Publisher, "_forget", lambda *_: None)  # the process has ended without a cleanup
         with pytest.raises(KeyboardInterrupt):
             training.publish()
         (left,) = [key for key in server.client.keys() if server.client.type(key) == b"list"]
@@ -244,6 +245,27 @@ def test_an_unfinished_version_is_never_served(url, server, tmp_path, monkeypatc
         training.content = after
         patch.undo()
         training.publisher.publish(training.last)
+        wait_until(lambda: serves(session, training))
+
+
+def test_chunks_of_a_version_that_is_not_added_go(url, server, tmp_path, monkeypatch):
+    """Otherwise they would take the room of later versions for as long as they live."""
+    training, pushed = Training(tmp_path, url), []
+
+    def push(payload, chunk, client, push=streams._push):
+        pushed.append(payload)
+        push(payload, chunk, client)
+        if len(pushed) == 2:
+            raise redis.exceptions.OutOfMemoryError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streams, "_push", push)
+        patched.setattr(streams, "CHUNK_BYTES", 256)
+        with pytest.raises(DatabaseError, match="OutOfMemoryError"):
+            training.publisher.publish(training.first)
+    assert len(pushed) == 2 and not server.client.exists(*pushed)
+    training.publisher.publish(training.first)
+    with serve(url, training) as session:
         wait_until(lambda: serves(session, training))
 
 

@@ -7,6 +7,7 @@ has are not cached: they would push real rows out, and a newer version may have 
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxsok.serving.cache.stores import Batch, Counter, DeviceStores
 from jaxsok.serving.devices import device_or_default
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, check_records
 from jaxsok.serving.padding import NO_KEYS, fill_up, padded_size, slices
+from jaxsok.serving.ready import rest_s
 from jaxsok.shards import view_on_host
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY, NO_ROW, PADDING_KEY
@@ -278,11 +280,12 @@ class DeviceCache:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Drains, gives the memory back, and returns whether compilation has ended within `timeout_s` (None: any)."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         self._compiled.background.stop()
-        self._fetcher.background.drain()
-        self._fetcher.background.close()
+        self._fetcher.background.drain(timeout_s)
+        has_fetched = self._fetcher.background.close(rest_s(until))
         self.stores.close()
-        return self._compiled.background.close(timeout_s)
+        return self._compiled.background.close(rest_s(until)) and has_fetched
 
     def __enter__(self) -> "DeviceCache":
         return self

@@ -138,7 +138,7 @@ class DeviceStores:
         self.arrays = tuple(map(self._new_store, spec.stores, capacities))
         self._most_rows = [0] * len(self.arrays)
         self._clock = 0
-        self.epoch = Epoch(source)
+        self.epoch, self._is_mixed = Epoch(source), False  # mixed: rows of a source that failed to come could not leave
         self._leaving: Mapping[str, np.ndarray] | None = {}  # keys that a swap will change, sorted; None: all
         self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
 
@@ -154,6 +154,11 @@ class DeviceStores:
         for _ in range(_MAX_SALTS):
             with self.lock, held_back():
                 self.require_open()
+                if self._is_mixed:
+                    raise RuntimeError(
+                        "DeviceCache: rows: got some of a source that failed to come, which could not leave, wanted "
+                        "those of one source; update the tables again, or open them again."
+                    )
                 clock = self._tick()
                 form = self.layout, is_expanded, self.compiled.is_pinned
                 parts = programs.query_parts(self.arrays)
@@ -211,13 +216,18 @@ class DeviceStores:
     def rewrite(self, batches: Sequence[Batch], source: RowSource | None = None) -> int:
         """Overwrites cached rows, drops those of batches without lines, and sets a given source; counts the former.
 
-        If a program fails on the way to another source, all rows leave: none may be of that source.
+        If a program fails on the way to another source, all rows leave: none may be of that source. If they cannot,
+        queries are refused until they have left.
         """
         for batch in batches:
             self.compiled.make("drop" if batch.lines is None else "overwrite", batch.store, batch.size)
         written, dropped = [], []
         with self.lock:
             self.require_open()
+            if source is not None:
+                if self._is_mixed:
+                    self._drop_all()
+                self._is_mixed = True
             try:
                 with self._replacing() as stores:
                     for batch in batches:
@@ -232,7 +242,7 @@ class DeviceStores:
                     self._drop_all()
                 raise
             if source is not None:
-                self.epoch = Epoch(source)
+                self.epoch, self._is_mixed = Epoch(source), False
         num_written = sum(map(int, written))
         self._counter.add(refreshed=num_written, removed=sum(map(int, dropped)))
         return num_written
@@ -253,6 +263,7 @@ class DeviceStores:
                 sizes = len(self.spec.stores[s]), self.capacities[s]
                 stores[s] = _new_store(*sizes, draw_salt(), store.rows, store.numbers)
                 self._most_rows[s] = 0
+        self._is_mixed = False
 
     def begin_epoch(self) -> None:
         """Begins another epoch of the same source: rows that are on their way are not inserted."""

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxsok.interchange.files import partial_files
+from jaxsok.published import partial_files
 from jaxsok.serving.config import values as values_lib
 from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, URL_OF_REDIS, WRONG, Keys, Kind, is_url_of_redis
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb

@@ -125,14 +125,16 @@ class RocksDatabase(Database):
                 return False
             time.sleep(0.01)
         with self._creating:
-            columns, self._columns = self._columns, {}
-        if not columns:
-            return has_ended
-        for opened in (*columns.values(), self._database):  # others may still refer to them
-            try:
-                opened.close()
-            except Exception as error:  # what was written is on the disk
-                _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
+            while self._columns or self._database is not None:  # after Ctrl-C another call goes on here
+                name = next(iter(self._columns), None)
+                try:
+                    (self._database if name is None else self._columns[name]).close()  # others may still refer to them
+                except Exception as error:  # what was written is on the disk
+                    _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
+                if name is None:
+                    self._database = None
+                else:
+                    del self._columns[name]
         self._folder_of_log.close()
         return has_ended
 

@@ -223,8 +223,10 @@ def _read_bags(value: Any, spec: BagsInput, max_samples: int, what: str) -> Bags
         raise RequestError(f"{what}: got no weights, wanted values, lengths and weights.")
     if isinstance(value, list) and value and all(isinstance(bag, list) for bag in value):
         _check_most(len(value), max_samples, Predictions.op, "samples")
-        parts = {"values": list(itertools.chain.from_iterable(value)), "lengths": list(map(len, value))}
-        return wire.read_bags(parts, False, what)
+        keys = list(itertools.chain.from_iterable(value))
+        if list in set(map(type, keys)):
+            raise RequestError(f"{what}: got lists in a bag, wanted a list of keys for each sample.")
+        return Bags(wire.read_keys(keys, what), lengths=np.array(list(map(len, value)), np.int32))
     keys = wire.read_keys(value, what)
     if keys.ndim != 2:
         raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxsok import keys as keys_lib
+from jaxsok.interrupts import held_back
 from jaxsok.serving import artifact, cache as cache_lib, errors, folders
 from jaxsok.serving.artifact.model import require_fit
 from jaxsok.serving.config import Config, ModelConfig, TableConfig, read as read_config
@@ -148,7 +149,12 @@ class Served:
 
     def _answer(self, done: str, read: Callable[[RowReader], Found]) -> Answer:
         is_one = len(self.readers) == 1
-        with self.workers, contextlib.nullcontext(self.readers[0]) if is_one else self._least_busy() as reader:
+        # Ctrl-C on the way in or out would lose a worker, or leave a reader that updates wait for.
+        with (
+            held_back(),
+            self.workers,
+            contextlib.nullcontext(self.readers[0]) if is_one else self._least_busy() as reader,
+        ):
             values, version, (names, lines) = read(reader)
         self.counts.add(done, names, lines)
         return Answer(values, version=version)

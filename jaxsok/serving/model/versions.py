@@ -414,6 +414,7 @@ class Versions(AnyVersions):
         try:
             while self._to_undo:
                 self._to_undo[-1].put(parts, self._to_undo[-1].before)
+                jax.block_until_ready(parts)
                 self._to_undo.pop()
         finally:
             self.current = self.current.with_stores(parts)
