@@ -5,6 +5,7 @@ A command only finds its program and passes its arguments on.
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import importlib
 import importlib.util
@@ -118,8 +119,16 @@ def _import(options: argparse.Namespace) -> str:
     from jaxsok.interchange import torchrec
 
     source, spec = options.checkpoint, options.spec
-    collection = Collection(torchrec.declare(source) if spec is None else inspection.read_spec(spec).tables, [])
-    names = {table.name: table.name for table in collection.tables} | dict(options.table)
+    renamed = dict(options.table)
+    if spec is None:
+        ours = {theirs: name for name, theirs in renamed.items()}
+        tables = [
+            dataclasses.replace(table, name=ours.get(table.name, table.name)) for table in torchrec.declare(source)
+        ]
+    else:
+        tables = inspection.read_spec(spec).tables
+    collection = Collection(tables, [])
+    names = {table.name: table.name for table in tables} | renamed
     with_state = not options.rows_only
     state = torchrec.load(collection, collection.init(), source, names, with_state=with_state, step=options.step)
     num_rows = checkpoint.export_full(options.folder, collection, state).num_rows

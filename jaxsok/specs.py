@@ -157,9 +157,13 @@ class HostMemory:
     device_rows: int | float | None = checks.declare(None, checks.optional(_device_rows))
     """Rows of the cache of a store, on all shards together; as a float up to 1.0, a share of the store's declared
     capacity. 0: no cache, every row that is used crosses the link. None: a tenth of the declared capacity."""
+    _is_share: bool = dataclasses.field(
+        init=False, repr=False, default=False
+    )  # 1, a row, is equal to 1.0, which is all
 
     def __post_init__(self) -> None:
         checks.check_fields(self, "HostMemory")
+        object.__setattr__(self, "_is_share", isinstance(self.device_rows, float))
 
 
 _WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")

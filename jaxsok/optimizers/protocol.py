@@ -104,7 +104,7 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Returns the scalars of step uint32[]."""
+        """Returns the scalars of step uint32[], the updates before this one: make it a float before you subtract."""
 
     @abc.abstractmethod
     def step_row(self, inputs: RowInputs) -> RowOutputs:

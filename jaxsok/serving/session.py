@@ -261,7 +261,7 @@ class Session:
         return models[chosen.model]
 
     def _free_bytes(self, devices: Sequence[Any]) -> int | None:
-        """Counts the free bytes of the device that has the fewest; None: not known, as on CPUs."""
+        """Counts the free bytes of the device that has the fewest; None: not known."""
         free = []
         for device in devices:
             here = [model for model in self._models.values() if device in model.devices and model.config.gpucache]
@@ -269,6 +269,8 @@ class Session:
             if limit is None:
                 found = device.memory_stats() or {}
                 limit, used = found.get("bytes_limit"), found.get("bytes_in_use", 0)
+                if limit is None and device.platform == "cpu":
+                    limit, used = host_limits.available_bytes(), 0
             free.append(None if limit is None else max(0, limit - used))
         return None if None in free else min(free)
 

@@ -149,6 +149,8 @@ class _Stream:
         wanted = f"an answer in {TIMEOUT_S:g} s; see that it runs and has memory, then try again"
         if kind in KEYS_AWAY:
             wanted = WANTED_KEYS
+        elif kind == "AuthenticationError":
+            wanted = "the user and password of its URL to be right"
         return DatabaseError(f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted {wanted}.')
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:

@@ -142,6 +142,9 @@ def test_declared_from_the_files(tmp_path, capsys):
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("item", table="cw")])
     state = checkpoint.load(tmp_path / "out", collection, tables=["cw"])
     is_whole(collection.export_table(state, "cw"))
+    renamed = ["import", "torchrec", str(GOLDEN), str(tmp_path / "renamed"), "--step", "7", "--table", "item", "cw"]
+    assert command_line.main(renamed) == 0
+    assert "item: 5 rows" in capsys.readouterr().out
     spec = tmp_path / "tables.toml"
     spec.write_text('[[tables]]\nname = "item"\ndim = 8\noptimizer = "rowwise_adagrad"\n')
     arguments = [

@@ -65,6 +65,13 @@ def test_slots_of_a_shard(device_rows, num_shards, num_slots):
     assert store_of(spec, num_shards=num_shards).num_slots == num_slots
 
 
+def test_one_row_is_not_all_rows():
+    """1 and 1.0 are equal numbers; declarations with them are not, and share neither a store nor programs."""
+    assert HostMemory(1) != HostMemory(1.0) and HostMemory(1) == HostMemory(1)
+    specs = [TableSpec(name, 6, ADAM, memory=HostMemory(rows)) for name, rows in (("user", 1), ("item", 1.0))]
+    assert [store.num_slots for store in jaxsok.Collection(specs, []).stores] == [1, specs[1].capacity]
+
+
 def test_a_share_is_of_the_shards_capacity_and_no_cache_is_larger_than_its_store():
     spread = store_of(table(memory=0.5, capacity=1000), num_shards=4)
     assert spread.capacity == 314 and spread.num_slots == 157

@@ -39,7 +39,10 @@ class Security:
             found.context()
         except OSError as error:  # also errors of OpenSSL
             names = " and ".join(reversed(files))
-            raise OSError(f"serve: --tls-cert: got {names}: {error}; give a certificate and its key in PEM.") from None
+            where = "" if key is not None else " there, or the key with --tls-key"
+            raise OSError(
+                f"serve: --tls-cert: got {names}: {error}; give a certificate and its key in PEM{where}."
+            ) from None
         return found
 
     @property

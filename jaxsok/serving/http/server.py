@@ -470,7 +470,8 @@ def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
 
 
 def _too_large(got: str, most: int) -> str:
-    return f"body: got {got}, at most {most} bytes are taken: the model's keys and inputs need no more, or may not."
+    why = "the model's keys and inputs need no more, or --max-body-bytes"
+    return f"body: got {got}, at most {most} bytes are taken: {why}."
 
 
 async def discard(request: Request, options: ServerOptions) -> None:
