@@ -277,7 +277,13 @@ class TableSpec:
                 f"{what}: optimizer: got {type(self.optimizer).__name__} with attributes that are no fields, {others}, "
                 "wanted a class under @dataclasses.dataclass(frozen=True) with its numbers as fields."
             )
-        num_states = len(self.optimizer.state_specs(self.dim))
+        states = [(state.name, state.dim) for state in self.optimizer.state_specs(self.dim)]
+        names, num_states = [name for name, _ in states], len(states)
+        if len(set(names)) < num_states or any(width not in (1, self.dim) for _, width in states):
+            raise ValueError(
+                f"{what}: optimizer: got optim.{self.optimizer.name} with state {states}, wanted different names, each "
+                f"of dim {self.dim} or 1."
+            )
         if num_states > MAX_STATES:
             raise ValueError(
                 f"{what}: optimizer: got optim.{self.optimizer.name} with {num_states} arrays of state by row, wanted "

@@ -456,7 +456,10 @@ class Follower(Repeated):
 
     def _try(self, wait_s: float) -> int | None:
         try:
-            num_applied, self._error = self.look(wait_s), ""
+            num_applied, number = self.look(wait_s), self._served.versions.current.number
+            if num_applied or self._error:
+                _log.info('follow: stream "%s": goes on; version %d is served', self._stream.name, number)
+            self._error = ""
             return num_applied
         except Exception as error:
             if str(error) != self._error and not self.is_stopping():  # logged once, not each second

@@ -460,6 +460,31 @@ class NoDataclass(jaxsok.optim.Optimizer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Stated(jaxsok.optim.Optimizer):
+    """An optimizer with state of any names and widths, which it does not use."""
+
+    name: ClassVar[str] = "stated"
+    states: tuple = ()
+
+    def state_specs(self, dim):
+        return tuple(jaxsok.optim.RowState(name, width, 0.0) for name, width in self.states)
+
+    def hyper(self, step, learning_rate):
+        return (learning_rate,)
+
+    def step_row(self, inputs):
+        return jaxsok.optim.RowOutputs(inputs.row, inputs.states)
+
+
+@pytest.mark.parametrize("states", [(("a", 4), ("a", 1)), (("a", 3),)], ids=["twice", "width"])
+def test_states_of_an_optimizer_are_checked_when_declared(states):
+    jaxsok.TableSpec("item", 4, Stated(0.1, (("a", 4), ("b", 1))))
+    message = re.escape(f"optimizer: got optim.stated with state {list(states)}, wanted different names, each of dim 4")
+    with pytest.raises(ValueError, match=message):
+        jaxsok.TableSpec("item", 4, Stated(0.1, states))
+
+
+@dataclasses.dataclass(frozen=True)
 class Derived(jaxsok.optim.Optimizer):
     """An optimizer with numbers that follow from its fields."""
 
