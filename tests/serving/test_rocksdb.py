@@ -163,6 +163,25 @@ def test_closing_waits_for_as_long_as_it_may(tmp_path):
         check(DatabaseRows([again], "dlrm", [USER]), "user", [1], {1: rows_for([1], 4)[0]})
 
 
+def test_closing_that_ctrl_c_ends_goes_on_with_the_next_call(tmp_path, monkeypatch):
+    database = rocks_at(tmp_path)
+    DatabaseRows([database], "dlrm", [USER]).insert("user", u64(1), rows_for([1], 4))
+    name, column = next(iter(database._columns.items()))
+
+    class Pressed:
+        def close(self):
+            column.close()
+            database._columns[name] = column
+            raise KeyboardInterrupt
+
+    database._columns[name] = Pressed()
+    with pytest.raises(KeyboardInterrupt):
+        database.close()
+    assert database.close()
+    with contextlib.closing(rocks_at(tmp_path)) as again:
+        check(DatabaseRows([again], "dlrm", [USER]), "user", [1], {1: rows_for([1], 4)[0]})
+
+
 def test_a_folder_is_let_go_where_tables_cannot_be_closed(tmp_path, monkeypatch, caplog):
     """As after a disk was full: each table's last rows cannot be written to a file then."""
     keys = np.arange(50, dtype=np.uint64)

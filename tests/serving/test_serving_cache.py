@@ -505,6 +505,17 @@ def test_close_drains():
     assert (cache.num_rows, cache.num_bytes) == ({"a": 0, "b": 0, "h": 0}, 0)
 
 
+def test_closing_waits_for_fetches_as_long_as_it_may():
+    source, goes_on = DictSource(rows_of(3)), threading.Event()
+    cache = DeviceCache(source, hit_rate_threshold=0)
+    source.before_fetch = lambda *_: goes_on.wait(60)
+    cache.lookup({"a": keys_of(1)})
+    begun = time.monotonic()
+    assert not cache.close(0.1) and time.monotonic() - begun < 30
+    goes_on.set()
+    assert cache.close(60)
+
+
 def _changing_rows(num_versions, rng):
     """Returns rows of each version, and which keys changed."""
     versions, changes = [rows_of(1000)], [None]

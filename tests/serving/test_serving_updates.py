@@ -23,7 +23,7 @@ from jaxsok import checkpoint, host_limits
 from jaxsok.interchange import files, hps
 from jaxsok.serving import folders, frozen
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
-from jaxsok.serving.cache import programs
+from jaxsok.serving.cache import programs, stores
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
 from jaxsok.serving.fused import lookup
@@ -452,7 +452,7 @@ def test_rows_of_two_versions_are_not_served(trained, tmp_path, monkeypatch):
         check(session, trained.content)
 
 
-def interrupted(call, at):
+def interrupted(call, at, *, has_program=True):
     """Returns a call that is followed by Ctrl-C once: Python acts on it in the main thread when the call returns."""
     left = [at]
 
@@ -463,7 +463,8 @@ def interrupted(call, at):
             signal.raise_signal(signal.SIGINT)
         return result
 
-    run.lower = call.lower
+    if has_program:
+        run.lower = call.lower
     return run
 
 
@@ -500,6 +501,64 @@ def test_the_rows_of_a_cache_survive_ctrl_c(tmp_path, monkeypatch, name):
             session.update(tmp_path / "next")
         check(session, content | changed)
         check(session, content | changed)
+
+
+def test_a_cache_of_two_versions_is_not_served(tmp_path, monkeypatch):
+    """Where memory runs short in an update, and then no rows can leave either, the next update mends it."""
+    content = {name: rows_of(range(40), dim) for name, dim in DIMS.items()}
+    tables = {name: (write(tmp_path / name, mine), DIMS[name]) for name, mine in content.items()}
+    after = {name: rows_of(range(40), dim, version=1) for name, dim in DIMS.items()}
+    for name, mine in after.items():
+        write(tmp_path / "next" / name, mine)
+
+    def failing(real, left):
+        def call(*args):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise MemoryError("injected")
+            return real(*args)
+
+        call.lower = getattr(real, "lower", None)
+        return call
+
+    with open_with(tables, gpucacheper=0.9, hit_rate_threshold=1.1) as session:
+        for _ in range(2):
+            check(session, content)
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, "overwrite", failing(programs.overwrite, 1))
+            patch.setattr(programs, "drop", failing(programs.drop, 0))
+            patch.setattr(stores, "_new_store", failing(stores._new_store, 0))
+            with pytest.raises(MemoryError, match="injected"):
+                session.update(tmp_path / "next")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="rows: got some of a source that failed to come"):
+                session.lookup({"user": KEYS})
+        session.update(tmp_path / "next")
+        for _ in range(2):
+            check(session, after)
+
+
+def test_a_lookup_that_ctrl_c_ends_leaves_no_place_taken(trained, monkeypatch):
+    """It comes when the lookup has ended; there it would take its worker away, and updates would wait for it."""
+    with serve(trained) as session:
+        model = session._models["dlrm"]
+        keys, reader = {"user": KEYS}, model.readers[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, "lookup", interrupted(type(reader).lookup.__get__(reader), 1, has_program=False))
+            with pytest.raises(KeyboardInterrupt):
+                session.lookup(keys)
+        assert model.workers._num_free == model.workers._number and not model.versions._gate._readers
+
+        class Interrupted(type(model.workers)):
+            def __exit__(self, *details):
+                signal.raise_signal(signal.SIGINT)
+                super().__exit__(*details)
+
+        model.workers.__class__ = Interrupted
+        with pytest.raises(KeyboardInterrupt):
+            session.lookup(keys)
+        assert model.workers._num_free == model.workers._number
 
 
 def test_memory(trained, tmp_path):
