@@ -17,9 +17,9 @@ from jaxsok.shards import Shards
 NO_LIMIT = 1 << 62  # version 1 of control groups writes a number near 2**63 for "no limit"
 
 # Each version of control groups has its files: path of the mount, the files with the limit and with what is used, and
-# the line of memory.stat that counts pages of files that the kernel can drop.
-_VERSION_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-_VERSION_2 = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+# how the lines of memory.stat begin. The kernel can drop pages of files, active ones, which were read twice, as well.
+_VERSION_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+_VERSION_2 = "sys/fs/cgroup", "memory.max", "memory.current", ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,13 @@ def limits(root: pathlib.Path = pathlib.Path("/")) -> list[HostLimit]:
         name, _, value = line.partition(":")
         if name == "MemAvailable":  # without swapping; pages of files that the kernel can drop are included
             found.append(HostLimit("MemAvailable of /proc/meminfo", 1024 * int(value.split()[0]), host))
-    for folder, (_, limit_file, used_file, cache) in _groups(root):
+    for folder, (_, limit_file, used_file, begin) in _groups(root):
         limit, used = _read(folder / limit_file), _read(folder / used_file)
         if not limit.isdigit() or not used.isdigit() or int(limit) >= NO_LIMIT:
             continue
         stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-        available = max(0, int(limit) - int(used) + int(stat.get(cache, 0)))
+        pages = sum(int(stat.get(f"{begin}{kind}_file", 0)) for kind in ("inactive", "active"))
+        available = max(0, int(limit) - int(used) + pages)
         name, inode = f"/{folder.relative_to(root) / limit_file}", folder.stat()
         found.append(HostLimit(name, available, f"{host} {inode.st_dev} {inode.st_ino}"))
     return found

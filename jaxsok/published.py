@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
+_OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
+
 ENDING = ".writing"
 """Ends the names of unpublished folders."""
 
@@ -95,7 +97,7 @@ def naming(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno in _OF_DISKS and error.filename is None:
             error.filename = str(path)
         raise
 

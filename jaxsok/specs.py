@@ -138,7 +138,7 @@ def _device_rows(what: str, value: Any) -> int | float:
     return checks.integer(what, value, 0, MAX_CAPACITY, f"rows, 0 to {MAX_CAPACITY}, or a share of the capacity")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HostMemory:
     """Puts rows and optimizer state of a table in host memory, with a cache of some rows on each device.
 
@@ -157,13 +157,16 @@ class HostMemory:
     device_rows: int | float | None = checks.declare(None, checks.optional(_device_rows))
     """Rows of the cache of a store, on all shards together; as a float up to 1.0, a share of the store's declared
     capacity. 0: no cache, every row that is used crosses the link. None: a tenth of the declared capacity."""
-    _is_share: bool = dataclasses.field(
-        init=False, repr=False, default=False
-    )  # 1, a row, is equal to 1.0, which is all
 
     def __post_init__(self) -> None:
         checks.check_fields(self, "HostMemory")
-        object.__setattr__(self, "_is_share", isinstance(self.device_rows, float))
+
+    def __eq__(self, other: object) -> bool:
+        """Compares the kinds of numbers as well: 1 is a row, and 1.0 is all of them."""
+        return isinstance(other, HostMemory) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
 _WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")

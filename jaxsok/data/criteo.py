@@ -237,17 +237,19 @@ def convert(
     with contextlib.closing(_parse_blocks(paths, num_threads)) as parsed:
         blocks = map(_arrays_of, parsed)
         first = next(blocks, None)
-        # `binary_source` looks for the first file. Labels may be there of a log that was converted before.
+        # `binary_source` looks for the first file. Labels may be there of another log, also of one converted meanwhile.
         files = {name: folder / f"day_0_{name}.npy" for name in ("dense", "sparse", "labels")}
         if first is None:
             for path in files.values():
                 path.unlink(missing_ok=True)
             return 0
-        is_stale = "labels" not in first and files["labels"].exists()
         written, num_rows = [files[name] for name in first], 0
         try:
             with published.partial_files(
-                "convert", written, overwrite=True, stale=lambda: [files["labels"]] if is_stale else []
+                "convert",
+                written,
+                overwrite=True,
+                stale=lambda: [path for path in files.values() if path not in written and path.exists()],
             ) as opened:
                 for arrays in itertools.chain([first], blocks):
                     left = None if max_rows is None else max_rows - num_rows

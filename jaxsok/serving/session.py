@@ -88,6 +88,7 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed, self._process = False, os.getpid()
         self._models: dict[str, Served] = {}
+        self._closing: list[Served] = []  # models of which something ran when they were to be closed
         self._followers: dict[str, Any] = {}  # `streams.Follower`, by model
         lock = threading.Lock()  # of the devices' memory
         self._databases: databases_lib.Connected = (None, None)
@@ -225,21 +226,24 @@ class Session:
         """Gives the memory back. Lookups that run end; later ones are refused.
 
         Waits `timeout_s` (None: any time) for a refresh and for background compilation, and returns whether all has
-        ended. Later they end by themselves; Python's own end waits for a compiler all the same. A database in which a
-        call still ran is closed by another `close`.
+        ended. Later they end by themselves; Python's own end waits for a compiler all the same. Another `close` waits
+        for what has not ended, and closes the databases then.
         """
         self._is_closed = True
         if self._process != os.getpid():  # a fork has none of its threads
             return True
         models, self._models = self._models, {}
+        self._closing += models.values()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         followers = list(self._followers.values())
         for worker in (
             *followers,
-            *(each for served in models.values() for each in (served.versions, *served.readers)),
+            *(each for served in self._closing for each in (served.versions, *served.readers)),
         ):
             worker.stop()  # stop all before waiting for any
-        have_ended = [worker.close(until) for worker in (*followers, *models.values())]
+        have_ended = [worker.close(until) for worker in (*followers, *self._closing)]
+        of_models = zip(self._closing, have_ended[len(followers) :], strict=True)
+        self._closing = [served for served, has_ended in of_models if not has_ended]
         of_databases = [database.close(until) for database in filter(None, self._databases)]
         if all(of_databases):  # otherwise another call closes them
             self._databases = (None, None)

@@ -30,7 +30,10 @@ def group_1(root, path, limit, used, cache=0):
     folder = root / "sys/fs/cgroup/memory" / path
     write(folder / "memory.limit_in_bytes", limit)
     write(folder / "memory.usage_in_bytes", used)
-    write(folder / "memory.stat", f"inactive_file 77\ntotal_inactive_file {cache}")
+    write(
+        folder / "memory.stat",
+        f"inactive_file 77\ntotal_inactive_file {cache // 4}\ntotal_active_file {cache - cache // 4}",
+    )
 
 
 def group_2(root, path, limit, used, cache=0):
@@ -38,7 +41,10 @@ def group_2(root, path, limit, used, cache=0):
     folder = root / "sys/fs/cgroup" / path
     write(folder / "memory.max", limit)
     write(folder / "memory.current", used)
-    write(folder / "memory.stat", f"anon 55\ninactive_file {cache}\nactive_file 66")
+    write(
+        folder / "memory.stat",
+        f"anon 55\ninactive_file {cache // 4}\nactive_file {cache - cache // 4}\ntotal_active_file 66",
+    )
 
 
 def find_limits(root):

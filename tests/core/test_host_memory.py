@@ -67,7 +67,9 @@ def test_slots_of_a_shard(device_rows, num_shards, num_slots):
 
 def test_one_row_is_not_all_rows():
     """1 and 1.0 are equal numbers; declarations with them are not, and share neither a store nor programs."""
-    assert HostMemory(1) != HostMemory(1.0) and HostMemory(1) == HostMemory(1)
+    assert HostMemory(1) != HostMemory(1.0) and HostMemory(1) == HostMemory(1) != 1
+    assert HostMemory(**dataclasses.asdict(HostMemory(0.5))) == HostMemory(0.5)
+    assert len({HostMemory(1), HostMemory(1.0), HostMemory(1)}) == 2
     specs = [TableSpec(name, 6, ADAM, memory=HostMemory(rows)) for name, rows in (("user", 1), ("item", 1.0))]
     assert [store.num_slots for store in jaxsok.Collection(specs, []).stores] == [1, specs[1].capacity]
 

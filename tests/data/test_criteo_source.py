@@ -369,6 +369,22 @@ def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
         criteo.binary_source(tmp_path / "out")
 
 
+def test_labels_of_a_log_that_was_converted_meanwhile_go(tmp_path, monkeypatch):
+    """Two processes convert into one folder: its features are not those of the log without labels, with labels."""
+    first, second = (_synthetic_fields(10) for _ in range(2))
+    (tmp_path / "train").write_bytes(_to_text(first))
+    (tmp_path / "test").write_bytes(_to_text([row[1:] for row in second]))
+    write_header = criteo._write_header
+
+    def convert_other(*args):
+        monkeypatch.setattr(criteo, "_write_header", write_header)
+        _convert(tmp_path / "train", tmp_path)
+        write_header(*args)
+
+    monkeypatch.setattr(criteo, "_write_header", convert_other)
+    _assert_reads(_convert(tmp_path / "test", tmp_path), second, has_label=False)
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_conversion_over_another_is_one_of_the_two(at, tmp_path, monkeypatch):
     """Ctrl-C between two files that get their names leaves no mix of two logs of one length."""

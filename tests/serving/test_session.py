@@ -1,6 +1,7 @@
 """Sessions: what a configuration opens answers like the dicts from which its folders were written."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import gc
 import itertools
@@ -315,6 +316,26 @@ def test_closed(folders):
     for call in (lambda: session.lookup({"user": np.arange(3)}), session.stats, session.report):
         with pytest.raises(ServingError, match="session: got one that is closed"):
             call()
+
+
+def test_closing_again_waits_for_what_has_not_ended(folders, monkeypatch):
+    session = open(config_of(model_of(folders)), warm_up=False)
+    reader, begun, goes_on = session._models["dlrm"].readers[0], threading.Event(), threading.Event()
+    lookup = reader.lookup
+
+    def wait(keys):
+        begun.set()
+        goes_on.wait(60)
+        return lookup(keys)
+
+    monkeypatch.setattr(reader, "lookup", wait)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(session.lookup, {"user": np.arange(3)})
+        assert begun.wait(60)
+        assert not session.close(0.05) and not session.close(0.05)
+        goes_on.set()
+        assert running.result()["user"].shape == (3, 4)
+    assert session.close(60) and session.close(60)
 
 
 FORKED = """
