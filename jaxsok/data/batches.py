@@ -227,6 +227,12 @@ class _ReadAgain(grain.DatasetIterator):
                 f"iterate: state: got one of batches {forms}, wanted {self._forms}; make Batches as they were: "
                 "num_streams is the number of processes unless it is given, and stop keeps new samples out."
             )
+        given, own = (len(each.get("iterators_in_use_states", ())) for each in (left, self._read.get_state()))
+        if given != own:
+            raise ValueError(
+                f"iterate: state: got one of {given} worker processes, wanted one of num_workers={own}; use as many as "
+                "when it was saved."
+            )
         self._read.set_state(left)
 
 

@@ -186,7 +186,7 @@ class ArrowSource(BlockSource):
     Args:
       data: a `pyarrow.Table` or another table with Arrow's C interface, a `pyarrow.dataset.Dataset`, a path, a pattern
         (`"clicks/*.parquet"`), or several paths. Folders `day=3` below the path, or at the place of a pattern, give a
-        column. Files that end in `.arrow`, `.feather` or `.ipc` are mapped to memory.
+        column, but not those of Arrow IPC files. Files that end in `.arrow`, `.feather` or `.ipc` are mapped to memory.
       columns: the columns to read; None: all.
 
     Raises:
@@ -205,25 +205,29 @@ class ArrowSource(BlockSource):
         self._columns = None if columns is None else list(columns)
         if hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__"):
             data = pa.table(data)
-            schema, pieces = data.schema, [(batch, batch.num_rows) for batch in data.to_batches()]
+            schema, pieces = data.schema, [(batch, batch.num_rows, "the table") for batch in data.to_batches()]
         else:
             schema, pieces = _pieces_of(data, self._columns)
         missing = [name for name in self._columns or () if name not in schema.names]
         if missing:
             raise KeyError(f"ArrowSource: columns: got {missing}, wanted some of {schema.names}.")
-        pieces = [(piece, size) for piece, size in pieces if size] or [(pa.RecordBatch.from_pylist([], schema), 0)]
-        self._pieces: list[Any] = [piece for piece, _ in pieces]
-        super().__init__([size for _, size in pieces])
+        pieces = [piece for piece in pieces if piece[1]] or [(pa.RecordBatch.from_pylist([], schema), 0, "the table")]
+        self._pieces: list[tuple[Any, str]] = [(piece, where) for piece, _, where in pieces]
+        super().__init__([size for _, size, _ in pieces])
 
     def load(self, block: int) -> Columns:
-        piece = self._pieces[block]
-        piece = piece() if callable(piece) else piece
-        names = piece.schema.names if self._columns is None else self._columns
-        return {name: _column_of_arrow(name, piece.column(name)) for name in names}
+        piece, where = self._pieces[block]
+        try:
+            piece = piece() if callable(piece) else piece
+            names = piece.schema.names if self._columns is None else self._columns
+            return {name: _column_of_arrow(name, piece.column(name)) for name in names}
+        except Exception as error:
+            error.add_note(f"ArrowSource: block {block} is of {where}. If that has changed, make the source again.")
+            raise
 
 
-def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[Any, int]]]:
-    """Returns the schema of files or a dataset, and functions that read their blocks with numbers of samples."""
+def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[Any, int, str]]]:
+    """Returns the schema of files or a dataset, and by block a function that reads it, its samples, and its file."""
     import pyarrow as pa
     import pyarrow.dataset
 
@@ -250,7 +254,10 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
         is_parquet = isinstance(fragment, pa.dataset.ParquetFileFragment)
         for part in fragment.split_by_row_group() if is_parquet else [fragment]:
             num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
-            pieces.append((functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows))
+            where = (
+                f"{part.path}, row group {part.row_groups[0].id}" if is_parquet else str(getattr(part, "path", part))
+            )
+            pieces.append((functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows, where))
     return data.schema, pieces
 
 
@@ -289,7 +296,7 @@ def _check_columns(
         )
 
 
-def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
+def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int, str]]]:
     import pyarrow as pa
 
     schema, pieces = None, []
@@ -310,7 +317,7 @@ def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int]]]:
                 f"ArrowSource: {path}: got columns {of_file.names}, wanted {schema.names} as in {paths[0]}."
             )
         schema = schema or of_file
-        pieces += [(functools.partial(_read_batch, path, number), size) for number, size in enumerate(sizes)]
+        pieces += [(functools.partial(_read_batch, path, number), size, path) for number, size in enumerate(sizes)]
     return schema, pieces
 
 

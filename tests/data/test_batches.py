@@ -407,3 +407,12 @@ def test_worker_processes_give_the_same():
     iterator.set_state(json.loads(json.dumps(states[13])))
     assert places(iterator) == wanted[13:]
     iterator.close()
+
+
+@pytest.mark.parametrize(("saved", "read"), [(0, 2), (2, 0), (1, 2)])
+def test_a_state_of_another_number_of_workers_is_refused(saved, read):
+    first, iterator = iterate(make(), num_workers=saved), iterate(make(), num_workers=read)
+    next(first)
+    with pytest.raises(ValueError, match=f"got one of {saved} worker processes, wanted one of num_workers={read}"):
+        iterator.set_state(first.get_state())
+    first.close()

@@ -570,6 +570,21 @@ def test_other_columns_are_refused_by_name(tmp_path, column, error, message):
         assert ArrowSource(given, columns=["user"]).take(slice(0, 2))["user"].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_errors_of_a_block_name_its_file(tmp_path, kind):
+    for number in range(3):
+        table = pa.table({"user": [1, 2, 3, 4], "price": pa.array([1.0, 2.0, 3.0, None if number == 1 else 4.0])})
+        if kind == "parquet":
+            pa.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=2)
+        else:
+            _write_ipc(tmp_path / f"{number}.arrow", table)
+    source = ArrowSource(f"{tmp_path}/*.{kind}")
+    with pytest.raises(ValueError, match="floats: got 1 nulls") as caught:
+        source.take(slice(0, 12))
+    where = f"{tmp_path}/1.{kind}" + (", row group 1." if kind == "parquet" else ".")
+    assert f"is of {where} If that has changed, make the source again." in caught.value.__notes__[0]
+
+
 def test_dictionaries_of_other_kinds_are_decoded():
     """Their values may be fewer than the samples, or none at all."""
     lists = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1]), pa.array([[7], [8, 9]]))
