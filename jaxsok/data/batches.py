@@ -120,9 +120,9 @@ class Batches(grain.MapDataset):
         self._sizes = np.diff(np.append(self._starts, last))
         self.form = counts | {"seed": self._seed, "start": self._first}
         """A state of an iterator holds for batches of this form alone, in any number of processes."""
-        if self._seed is not None or streams > 1:  # else samples may be added behind the others
-            blocks = zlib.crc32(self._sizes.astype("<i8").tobytes())
-            self.form |= {"num_samples": num_samples, "blocks": blocks, "drop_remainder": bool(drop_remainder)}
+        self.form |= {"num_samples": num_samples, "drop_remainder": bool(drop_remainder)}
+        if self._seed is not None or streams > 1:
+            self.form["blocks"] = zlib.crc32(self._sizes.astype("<i8").tobytes())
         at_once = self._of_stream * max(NUM_AHEAD, shuffle_batches if seed is not None else 0)
         most = int(np.ceil(at_once / self._sizes.mean())) + 1
         source.keep(2 * most * len(self._parts))
@@ -221,8 +221,8 @@ class _ReadAgain(grain.DatasetIterator):
     def set_state(self, state: Any) -> None:
         left = dict(state)
         forms = left.pop("batches", self._forms)
-        pairs = list(zip(forms, self._forms, strict=False))
-        if len(forms) != len(self._forms) or any({**own, **form} != own for form, own in pairs):  # older ones say less
+        pairs, num_read = list(zip(forms, self._forms, strict=False)), left.get("next_index")
+        if len(forms) != len(self._forms) or not all(_fits(form, own, num_read) for form, own in pairs):
             raise ValueError(
                 f"iterate: state: got one of batches {forms}, wanted {self._forms}; make Batches as they were: "
                 "num_streams is the number of processes unless it is given, and stop keeps new samples out."
@@ -234,6 +234,18 @@ class _ReadAgain(grain.DatasetIterator):
                 "when it was saved."
             )
         self._read.set_state(left)
+
+
+def _fits(form: dict[str, int | None], own: Mapping[str, Any], num_read: int | None) -> bool:
+    """Returns whether batch `num_read` is the same in two forms, of which the first, of an older version, may say less.
+
+    In order, samples behind those that were read do not matter: they may come, or go.
+    """
+    others = {name for name, value in form.items() if own.get(name) != value}
+    if not others or "blocks" in own or others - {"num_samples", "drop_remainder"} or num_read is None:
+        return not others
+    fewest = min(own["num_samples"], form.get("num_samples") or 0)
+    return num_read <= fewest // own["batch_size"]  # in the first epoch, and behind whole batches
 
 
 class PackBatch(grain.transforms.Map):

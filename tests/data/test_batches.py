@@ -342,6 +342,28 @@ def test_a_state_of_other_samples_is_refused(options, other):
             iterator.set_state({**state, "batches": forms})
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("num_read", [0, 5, 11, 12, 13, 15])
+def test_a_stream_in_order_goes_on_into_samples_that_were_added(num_read, is_whole):
+    """It does so in its first epoch, behind whole batches; elsewhere the number would be that of other samples."""
+
+    def read(num_samples, is_whole):
+        batches = read_in_one_process(numbers(num_samples, 7), 16, drop_remainder=is_whole)
+        return iterate(batches.repeat(3))
+
+    before = read(203, is_whole)  # 12 batches, and 11 samples
+    collections.deque(itertools.islice(before, num_read), maxlen=0)
+    state = json.loads(json.dumps(before.get_state()))
+    for num_samples, is_whole_after in ((320, is_whole), (400, not is_whole)):
+        after = read(num_samples, is_whole_after)
+        if num_read > 12:
+            with pytest.raises(ValueError, match="iterate: state: got one of batches"):
+                after.set_state(state)
+            continue
+        after.set_state(state)
+        assert flat(places(itertools.islice(after, 2))) == list(range(16 * num_read, 16 * num_read + 32))
+
+
 def test_the_state_of_numpy_options_is_json():
     """As that of Python's numbers."""
     options = {"shuffle_batches": np.int32(4), "seed": np.int64(3), "start": np.int64(1), "stop": np.int64(90)}
