@@ -378,6 +378,7 @@ def _column_of_arrow(name: str, column: Any) -> Any:
 
 def _with_offsets(what: str, column: Any) -> Any:
     if not isinstance(column, Bags):
+        keys_lib.require_unmasked(what, {"array": column})
         array = column if hasattr(column, "shape") else np.asarray(column)
         if not array.shape:
             raise ValueError(f"{what}: got a scalar, wanted an array [num_samples, ...] or Bags.")

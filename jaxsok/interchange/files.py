@@ -137,7 +137,9 @@ def write_array(file: IO[bytes], array: np.ndarray) -> None:
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
     """Returns the bytes of a file; refuses a missing one."""
     if not path.is_file():
-        raise FileNotFoundError(f"{op}: {path}: there is no such file.{remedy}")
+        there = sorted(file.name for file in path.parent.iterdir())[:10] if path.parent.is_dir() else []
+        has = f" Its folder has {', '.join(there)}." if there else ""
+        raise FileNotFoundError(f"{op}: {path}: there is no such file.{remedy}{has}")
     return path.stat().st_size
 
 

@@ -585,6 +585,13 @@ def test_errors_of_a_block_name_its_file(tmp_path, kind):
     assert f"is of {where} If that has changed, make the source again." in caught.value.__notes__[0]
 
 
+def test_masked_columns_are_refused():
+    """The parts of a batch are joined without their masks."""
+    masked = np.ma.masked_array([1, 2, 3], [False, True, False])
+    with pytest.raises(TypeError, match='column "label": array: got a masked array, wanted a plain one; fill it'):
+        ArraySource({"label": masked})
+
+
 def test_dictionaries_of_other_kinds_are_decoded():
     """Their values may be fewer than the samples, or none at all."""
     lists = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1]), pa.array([[7], [8, 9]]))

@@ -268,11 +268,13 @@ class Served:
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
-            on_device = frozen_bytes(table, num_rows, rows_on_device(num_rows, self.config.device_share))
+            size = ""
+            if self.config.tier != "cache":  # a cache has some of the rows
+                on_device = frozen_bytes(table, num_rows, rows_on_device(num_rows, self.config.device_share))
+                size = f"{sum(on_device.values()):,} bytes, "
             lines.append(
-                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, {table.missing}, '
-                f"{sum(on_device.values()):,} bytes, at most {self._max_keys[name]:,} keys in a request, from "
-                f"{version.files[name]}"
+                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, {table.missing}, {size}'
+                f"at most {self._max_keys[name]:,} keys in a request, from {version.files[name]}"
             )
         if version.served is not None:
             lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
