@@ -510,11 +510,11 @@ def _form_of(column: np.ndarray | Bags) -> str:
 
 
 def _join_numbers(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins arrays of a column; refuses integers that only floats hold together, since keys would change."""
+    """Joins arrays of a column; refuses integers that would become floats, since keys would change."""
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
-    if np.result_type(*dtypes).kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
+    if np.result_type(*dtypes).kind == "f" and any(dtype.kind in "iu" for dtype in dtypes):
         raise ValueError(
-            f'take: column "{name}": got {" and ".join(map(str, dtypes))} in parts of a source, wanted one dtype of '
-            "integers that holds all of them."
+            f'take: column "{name}": got {" and ".join(map(str, dtypes))} in parts of a source, wanted one dtype '
+            "that holds all of them."
         )
     return np.concatenate(arrays)

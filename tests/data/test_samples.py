@@ -375,6 +375,7 @@ def test_other_refusals():
     ("first", "second", "message"),
     [
         (np.arange(2), np.arange(2, dtype=np.uint64), "int64 and uint64 in parts of a source, wanted one dtype"),
+        (np.arange(2), np.ones(2), "int64 and float64 in parts of a source, wanted one dtype"),
         (np.arange(2), jaxsok.Bags(np.arange(4), lengths=[2, 2]), r"arrays \[num_samples\] and Bags in parts"),
         (
             jaxsok.Bags(np.arange(2), lengths=[1, 1]),
