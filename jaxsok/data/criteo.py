@@ -243,32 +243,16 @@ def convert(
             for path in files.values():
                 path.unlink(missing_ok=True)
             return 0
-        written, num_rows = [files[name] for name in first], 0
+        written = [files[name] for name in first]
+        find_stale = lambda: [path for path in files.values() if path not in written and path.exists()]  # noqa: E731
         try:
-            with published.partial_files(
-                "convert",
-                written,
-                overwrite=True,
-                stale=lambda: [path for path in files.values() if path not in written and path.exists()],
-            ) as opened:
-                for arrays in itertools.chain([first], blocks):
-                    left = None if max_rows is None else max_rows - num_rows
-                    for file, array in zip(opened, arrays.values(), strict=True):
-                        if not num_rows:
-                            _write_header(file, array, 0)
-                        file.write(np.ascontiguousarray(array[:left]).data)
-                    num_rows += len(arrays["dense"][:left])
-                    if num_rows == max_rows:
-                        break
-                for file, array in zip(opened, first.values(), strict=True):
-                    file.seek(0)
-                    _write_header(file, array, num_rows)
+            with published.partial_files("convert", written, overwrite=True, stale=find_stale) as opened:
+                return _write_arrays(opened, itertools.chain([first], blocks), max_rows)
         except BaseException:
             if is_new:
                 with contextlib.suppress(OSError):  # it has files
                     folder.rmdir()
             raise
-    return num_rows
 
 
 def _arrays_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -276,6 +260,26 @@ def _arrays_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     sparse = np.stack([columns[name] for name in CATEGORY_NAMES], axis=1)
     arrays = {"dense": columns["integers"], "sparse": sparse}
     return arrays | {"labels": columns["label"]} if "label" in columns else arrays
+
+
+def _write_arrays(files: Sequence[IO[bytes]], blocks: Iterable[Mapping[str, np.ndarray]], max_rows: int | None) -> int:
+    """Writes an .npy file of each array of all blocks, in their order, up to `max_rows` rows; returns how many."""
+    num_rows, likes = 0, list[np.ndarray]()
+    for arrays in blocks:
+        if not likes:
+            likes = list(arrays.values())
+            for file, like in zip(files, likes, strict=True):
+                _write_header(file, like, 0)
+        left = None if max_rows is None else max_rows - num_rows
+        for file, array in zip(files, arrays.values(), strict=True):
+            file.write(np.ascontiguousarray(array[:left]).data)
+        num_rows += len(arrays["dense"][:left])
+        if num_rows == max_rows:
+            break
+    for file, like in zip(files, likes, strict=True):
+        file.seek(0)
+        _write_header(file, like, num_rows)
+    return num_rows
 
 
 def _write_header(file: IO[bytes], like: np.ndarray, num_rows: int) -> None:

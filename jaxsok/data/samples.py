@@ -16,7 +16,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -205,29 +205,39 @@ class ArrowSource(BlockSource):
         self._columns = None if columns is None else list(columns)
         if hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__"):
             data = pa.table(data)
-            schema, pieces = data.schema, [(batch, batch.num_rows, "the table") for batch in data.to_batches()]
+            schema, pieces = data.schema, [_Piece(batch, batch.num_rows, "the table") for batch in data.to_batches()]
         else:
             schema, pieces = _pieces_of(data, self._columns)
         missing = [name for name in self._columns or () if name not in schema.names]
         if missing:
             raise KeyError(f"ArrowSource: columns: got {missing}, wanted some of {schema.names}.")
-        pieces = [piece for piece in pieces if piece[1]] or [(pa.RecordBatch.from_pylist([], schema), 0, "the table")]
-        self._pieces: list[tuple[Any, str]] = [(piece, where) for piece, _, where in pieces]
-        super().__init__([size for _, size, _ in pieces])
+        self._pieces = [piece for piece in pieces if piece.num_rows]
+        if not self._pieces:
+            self._pieces = [_Piece(pa.RecordBatch.from_pylist([], schema), 0, "the table")]
+        super().__init__([piece.num_rows for piece in self._pieces])
 
     def load(self, block: int) -> Columns:
-        piece, where = self._pieces[block]
+        piece = self._pieces[block]
         try:
-            piece = piece() if callable(piece) else piece
-            names = piece.schema.names if self._columns is None else self._columns
-            return {name: _column_of_arrow(name, piece.column(name)) for name in names}
+            rows = piece.rows() if callable(piece.rows) else piece.rows
+            names = rows.schema.names if self._columns is None else self._columns
+            return {name: _column_of_arrow(name, rows.column(name)) for name in names}
         except Exception as error:
-            error.add_note(f"ArrowSource: block {block} is of {where}. If that has changed, make the source again.")
+            where = f"block {block} is of {piece.where}"
+            error.add_note(f"ArrowSource: {where}. If that has changed, make the source again.")
             raise
 
 
-def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[Any, int, str]]]:
-    """Returns the schema of files or a dataset, and by block a function that reads it, its samples, and its file."""
+class _Piece(NamedTuple):
+    """A block of an ArrowSource."""
+
+    rows: Any  # a table or record batch, or a function that reads one
+    num_rows: int
+    where: str  # the file, for errors
+
+
+def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[_Piece]]:
+    """Returns the schema of files or a dataset, and its blocks."""
     import pyarrow as pa
     import pyarrow.dataset
 
@@ -257,7 +267,9 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[tuple[An
             where = (
                 f"{part.path}, row group {part.row_groups[0].id}" if is_parquet else str(getattr(part, "path", part))
             )
-            pieces.append((functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows, where))
+            pieces.append(
+                _Piece(functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows, where)
+            )
     return data.schema, pieces
 
 
@@ -296,7 +308,7 @@ def _check_columns(
         )
 
 
-def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int, str]]]:
+def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[_Piece]]:
     import pyarrow as pa
 
     schema, pieces = None, []
@@ -317,7 +329,9 @@ def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[tuple[Any, int, str]]]:
                 f"ArrowSource: {path}: got columns {of_file.names}, wanted {schema.names} as in {paths[0]}."
             )
         schema = schema or of_file
-        pieces += [(functools.partial(_read_batch, path, number), size, path) for number, size in enumerate(sizes)]
+        pieces += [
+            _Piece(functools.partial(_read_batch, path, number), size, path) for number, size in enumerate(sizes)
+        ]
     return schema, pieces
 
 

@@ -27,7 +27,7 @@ __all__ = [
     "set_tables",
 ]
 
-_TRAINS = ("deterministic", "use_running_average")  # what Flax's modules have false in training mode
+_TRAINING_FLAGS = ("deterministic", "use_running_average")  # what Flax's modules have false in training mode
 
 
 class FrozenTablesVariable(nnx.Variable):
@@ -179,7 +179,8 @@ def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callabl
             "LookupLayers.from_collection(collection, tables=tables) in the place of jaxsok.layers.nnx.Embeddings."
         )
     for path, node in nnx.iter_graph(model):
-        flags = [name for name in _TRAINS if isinstance(node, nnx.Module) and getattr(node, name, None) in (False, 0)]
+        is_module = isinstance(node, nnx.Module)
+        flags = [name for name in _TRAINING_FLAGS if is_module and getattr(node, name, None) in (False, 0)]
         if flags:
             raise ValueError(
                 f"as_function: model: got {type(node).__name__} {'.'.join(map(str, path))} in training mode "

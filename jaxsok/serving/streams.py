@@ -254,9 +254,8 @@ class Publisher:
         try:
             for chunk in _chunks(path, [name for name, _ in sizes]):
                 stream.call(functools.partial(_push, payload, chunk))
-            while (
-                room := make_room(is_sent=True)
-            ) is not None:  # None: another publisher has added the version meanwhile
+            # There is none where another publisher has added the version meanwhile.
+            while (room := make_room(is_sent=True)) is not None:
                 last, leaving = room
                 if stream.call(lambda client: client.llen(payload)) != num_chunks:
                     raise ServingError(

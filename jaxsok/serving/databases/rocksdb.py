@@ -125,18 +125,21 @@ class RocksDatabase(Database):
                 return False
             time.sleep(0.01)
         with self._creating:
-            while self._columns or self._database is not None:  # after Ctrl-C another call goes on here
-                name = next(iter(self._columns), None)
-                try:
-                    (self._database if name is None else self._columns[name]).close()  # others may still refer to them
-                except Exception as error:  # what was written is on the disk
-                    _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
-                if name is None:
-                    self._database = None
-                else:
-                    del self._columns[name]
+            for name in list(self._columns):  # after Ctrl-C another call closes the others
+                self._end(self._columns[name])
+                del self._columns[name]
+            if self._database is not None:
+                self._end(self._database)
+                self._database = None
         self._folder_of_log.close()
         return has_ended
+
+    def _end(self, opened: Any) -> None:
+        """Closes a table or the database, to which others may still refer."""
+        try:
+            opened.close()
+        except Exception as error:  # what was written is on the disk
+            _log.warning('persistent_db: got an error of RocksDB when "%s" was closed: %s', self._path, error)
 
     def _column(self, name: str) -> Any:
         return self._call(lambda: self._columns.get(name))
