@@ -6,6 +6,7 @@ same server over real tables.
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import pathlib
@@ -174,6 +175,8 @@ def test_a_front_end_that_ends_is_replaced(found, session, number):
     post(found, LOOKUP, 8, json={"keys": {"user": [1]}})
     before, name = samples(found), ("jaxsok_requests_total", "200", "lookup", "ranker")
     first, session.hold = list(found.pids), threading.Event()
+    folder = pathlib.Path(found._folder.name)
+    files = {file.name: file.stat().st_blocks for file in folder.iterdir()}
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(ask(found)) for _ in range(16)]
         wait_until(lambda: sum(found._counts[0::2]) == 16)
@@ -189,6 +192,7 @@ def test_a_front_end_that_ends_is_replaced(found, session, number):
     after = samples(found)
     assert after[name] == before[name] + answered + 8 and after["jaxsok_requests_in_flight",] == 0
     assert after["jaxsok_ready",] == 1
+    assert {file.name: file.stat().st_blocks for file in folder.iterdir()} == files  # it takes no room on the disk
 
 
 def test_front_ends_that_have_ended_leave_nothing():
@@ -276,6 +280,26 @@ def test_a_folder_whose_name_is_too_long_for_sockets(tmp_path):
     environment = {**os.environ, "TMPDIR": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert f"OSError: serve: TMPDIR: got {folder}: AF_UNIX path too long; wanted a folder" in done.stderr
+
+
+def test_files_of_counts_have_their_room_from_the_start(found):
+    """Who writes to a file without a block while the disk is full is ended by SIGBUS."""
+    files = list(pathlib.Path(found._folder.name).glob("*.db"))
+    assert len(files) == 8
+    for file in files:
+        status = file.stat()
+        assert status.st_blocks * 512 >= status.st_size >= 1 << 16
+
+
+def test_a_full_disk_is_reported_before_the_start(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(where) for where in processes.bind("127.0.0.1", 0, 2)]
+        with pytest.raises(OSError, match=r"serve: TMPDIR: got /.*: .*No space left on device; wanted a folder"):
+            processes.Processes(cases.server.App(cases.Session(), has_front_ends=True), sockets)
 
 
 def test_front_ends_that_cannot_start_are_reported(monkeypatch):

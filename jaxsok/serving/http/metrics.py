@@ -1,11 +1,15 @@
 """Prometheus metrics of a server, in its own registry; the session's counters are read at the time of a scrape."""
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import prometheus_client
 from prometheus_client import core, multiprocess, registry
+
+_SUMS, _GAUGES = ("counter", "histogram"), ("gauge_livesum", "gauge_livemin")  # prometheus_client's names of files
+_FILE_BYTES, _MODEL_BYTES = 1 << 16, 1 << 14  # of such a file, and for each model: its series take some 10 KB
 
 Stats: TypeAlias = Callable[[], Mapping[str, Mapping[str, Any]]]
 
@@ -39,7 +43,8 @@ _OF_SESSION = (  # kind, metric, its name in `Session.stats`, and its text
 class Metrics(registry.Collector):
     """Counters and histograms of one server.
 
-    Front ends (processes.py) count requests in files below `front_ends`; the process of the session adds these up.
+    Front ends (processes.py) count requests in files below `front_ends`, each by its number; the process of the session
+    adds these up.
     """
 
     content_type = prometheus_client.CONTENT_TYPE_LATEST
@@ -102,3 +107,22 @@ class Metrics(registry.Collector):
                 for model, value in numbers.items():
                     family.add_metric([model], value)
                 yield family
+
+
+def reserve_files(folder: str, num_front_ends: int, num_models: int) -> None:
+    """Makes the files of front ends with all their blocks: a process that writes to one ends if the disk is full."""
+    for number in range(num_front_ends):
+        for kind in (*_SUMS, *_GAUGES):
+            with open(_file_of(folder, kind, number), "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, _FILE_BYTES + num_models * _MODEL_BYTES)
+
+
+def clear_gauges(folder: str, number: int) -> None:
+    """Clears the gauges of a front end that has ended; the next of its number goes on with its sums."""
+    for kind in _GAUGES:
+        with open(_file_of(folder, kind, number), "r+b") as file:
+            file.write(bytes(8))  # how many bytes are used
+
+
+def _file_of(folder: str, kind: str, number: int) -> str:
+    return os.path.join(folder, f"{kind}_{number}.db")

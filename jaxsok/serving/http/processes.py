@@ -34,14 +34,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import prometheus_client.multiprocess
 import prometheus_client.values
 import uvloop
 
 from jaxsok.checks import not_none
 from jaxsok.features import Bags
 from jaxsok.serving.errors import ServingError
-from jaxsok.serving.http import running
+from jaxsok.serving.http import metrics, running
 from jaxsok.serving.http.batching import ClosedError
 from jaxsok.serving.http.calls import ParsedRequest
 from jaxsok.serving.http.security import OPEN, Security
@@ -65,9 +64,12 @@ def prepare() -> None:
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:  # of its socket, which lies there
-        raise OSError(
-            f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted a folder to write to, with a short name."
-        ) from None
+        raise _unwritable(error) from None
+
+
+def _unwritable(error: OSError) -> OSError:
+    wanted = "a folder to write to, with a short name"
+    return OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.")
 
 
 def bind(host: str, port: int, num_processes: int) -> list[socket.socket]:
@@ -112,6 +114,10 @@ class Processes:
         self._unready, self._models = set(range(len(sockets))), dict(app.session.models)  # models: as of the last look
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
+        try:
+            metrics.reserve_files(self._folder.name, len(sockets), len(self._models))
+        except OSError as error:
+            raise _unwritable(error) from None
 
     @property
     def pids(self) -> list[int]:
@@ -177,7 +183,7 @@ class Processes:
                 process.join()
                 del self._running[number]
                 self._counts[2 * number : 2 * number + 2] = 0, 0
-                prometheus_client.multiprocess.mark_process_dead(process.pid, self._folder.name)
+                metrics.clear_gauges(self._folder.name, number)
                 if not self._stopping.is_set():
                     what = f"serve: front end {number}: it ended with {process.exitcode}"
                     if self._unready:
@@ -355,7 +361,7 @@ def _work(
 ) -> None:
     os.setpgid(0, 0)  # an interrupt from a terminal is for the process of the session, which stops this one
     folder = os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.path.dirname(path)
-    prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
+    prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(lambda: number)
     log_to_stderr()
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(path)
