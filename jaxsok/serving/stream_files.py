@@ -21,7 +21,8 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 TIMEOUT_S = 5.0  # for an answer of Redis
-CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError  # ValueError: the URL's query
+# ValueError and TypeError: parameters in the URL that the client does not know, or whose values it refuses.
+CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError, TypeError
 GONE, UNWRITTEN = "gone", "unwritten"  # kinds: Redis no longer has the files, or this host cannot write them
 KEYS_AWAY = "AskError", "ClusterDownError", "MasterDownError", "MovedError", "TryAgainError"  # kinds, of a cluster
 WANTED_KEYS = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
@@ -30,6 +31,11 @@ WANTED_KEYS = "a cluster whose servers run and have all keys; try again when non
 def text_of(error: Exception) -> str:
     """Returns the text of an error, in which a pipeline has a command with its arguments: keys and rows."""
     return re.sub(r"(?s)^(Command # \d+) \(\w+ .*\) of", r"\1 of", str(error))
+
+
+def is_of_tls(text: str) -> bool:
+    """Returns whether an error is one of TLS, by its text, which is what the client hands on."""
+    return "[SSL" in text
 
 
 def connect(url: str) -> Any:

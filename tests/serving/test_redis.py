@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import pathlib
 import shutil
 import struct
 import subprocess
@@ -13,9 +14,10 @@ import pytest
 import redis as redis_lib
 from database_cases import ITEM, USER, Tiers, check, redis_at, rocks_at, rows_for, u64
 from redis_servers import Cluster, HoldingProxy, Server, running
-from serving_cases import PADDING
+from serving_cases import PADDING, Trained
 from waiting import wait_until
 
+from jaxsok.serving import streams
 from jaxsok.serving.databases import DatabaseRows, rows as rows_lib
 from jaxsok.serving.errors import DatabaseError, ServingError
 
@@ -411,7 +413,8 @@ def test_a_tls_file_that_is_not_there_is_named(tmp_path):
         "tls_client_certificate": "",
         "tls_client_key": tmp_path / "key",
     }
-    with pytest.raises(ServingError, match=r'volatile_db: tls_client_key: got ".*key", wanted the path of a file that'):
+    wanted = r'volatile_db: tls_client_key: got ".*key", wanted the path of a file that exists, or "" where'
+    with pytest.raises(ServingError, match=wanted):
         redis_at("127.0.0.1:1", enable_tls=True, **{name: str(path) for name, path in files.items()})
 
 
@@ -438,3 +441,12 @@ def test_tls(tmp_path):
             check(rows, "user", [1], {1: rows_for([1], 4)[0]})
         with pytest.raises(DatabaseError, match="volatile_db: address"):
             redis_at(address)
+        other = pathlib.Path(__file__).parent / "tls" / "cert.pem"
+        with pytest.raises(DatabaseError, match=r"CERTIFICATE_VERIFY_FAILED.*and the tls_\.\.\. keys"):
+            redis_at(address, enable_tls=True, **{**own, "tls_ca_certificate": str(other)})
+        full = Trained({"user": 4}).full(tmp_path / "full")
+        url = f"rediss://{address}/?ssl_certfile={ca[0]}&ssl_keyfile={ca[1]}"
+        with pytest.raises(DatabaseError, match=r"CERTIFICATE_VERIFY_FAILED.*its URL names them"):
+            streams.Publisher(f"{url}&ssl_ca_certs={other}", "dlrm").publish(full)
+        with pytest.raises(DatabaseError, match=r"ssl_ca_cert.*wanted parameters in its URL"):
+            streams.Publisher(f"{url}&ssl_ca_cert={ca[0]}", "dlrm").publish(full)

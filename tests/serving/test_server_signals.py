@@ -1,15 +1,18 @@
 """Signals while a server starts, and a terminal that goes away: it ends soon, and leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 
+import httpx
 import numpy as np
 import pytest
 from redis_servers import Server, running
@@ -58,6 +61,18 @@ class Run:
             return any(text in line for line in list(self.lines))
 
         wait_until(is_there)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def is_ready(client):
+    with contextlib.suppress(httpx.TransportError):
+        return client.get("/readyz").status_code == 200
+    return False
 
 
 @pytest.fixture
@@ -129,6 +144,34 @@ def test_a_terminal_that_goes_away_ends_the_server_in_order(trained, tmp_path, n
         run._thread.join()
         assert run.lines[-1] == "serve: ended\n"
         assert not list(run.temporary.glob("jaxsok*"))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("out", ["a pipe that ends", "/dev/full"])
+def test_a_server_needs_no_reader(trained, tmp_path, num_processes, out):
+    """It answers, and ends with 0, though what it prints reaches none."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model_of({"user": (trained.full(tmp_path / "f"), 2)}))))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    port = free_port()
+    command = [sys.executable, "-m", "jaxsok", "serve", str(tmp_path / "config.json"), "--port", str(port)]
+    command += ["--processes", str(num_processes), "--drain-s", "0"]
+    where = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    with open("/dev/full", "w") as full, open(tmp_path / "log", "w+") as log:
+        stdout = full if out == "/dev/full" else subprocess.PIPE
+        process = subprocess.Popen(command, env=where, stdout=stdout, stderr=log)
+        try:
+            if process.stdout is not None:
+                process.stdout.readline()  # the first of the report
+                process.stdout.close()
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                wait_until(lambda: is_ready(client))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        assert "Error" not in log.read()
 
 
 # Sends a signal when the tables are loaded and the server has no handlers yet.

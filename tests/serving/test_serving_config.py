@@ -473,7 +473,7 @@ def test_keys_of_redis():
 
 def test_keys_of_rocksdb():
     config = read(whole(volatile_db={"type": "disabled"}, persistent_db={"type": "rocks_db"}))
-    path = str(pathlib.Path(tempfile.gettempdir()) / "rocksdb")
+    path = str(pathlib.Path(os.environ.get("TMPDIR") or "/tmp") / "rocksdb")
     wanted = {key: value for key, value in PERSISTENT_DEFAULTS.items() if key != "update_filters"}
     assert dataclasses.asdict(config.persistent_db) == {**wanted, "type": "rocks_db", "path": path}
     assert config.without_effect == () and f"over RocksDB at {path};" in "\n".join(config.summary())

@@ -6,7 +6,6 @@ The defaults are those of HugeCTR 24.06. Keys that 24.06 ignores, and versions 3
 import dataclasses
 import os
 import socket
-import tempfile
 import threading
 from typing import Any, Literal
 
@@ -197,7 +196,7 @@ class PersistentDb:
     """`persistent_db`: rows on disk, asked for keys that `volatile_db` does not have."""
 
     type: Literal["disabled", "rocks_db"] = declare(keys.PERSISTENT_TYPE, "disabled")
-    path: str = declare(keys.FILE, os.path.join(tempfile.gettempdir(), "rocksdb"))
+    path: str = declare(keys.FILE, os.path.join(os.environ.get("TMPDIR") or "/tmp", "rocksdb"))
     num_threads: int = declare(keys.POSITIVE, 16)
     """Background threads of RocksDB."""
     read_only: bool = declare(keys.BOOL, False)

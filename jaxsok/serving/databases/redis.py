@@ -23,7 +23,7 @@ from jaxsok.serving.config import VolatileDb
 from jaxsok.serving.databases.rows import CircuitBreaker, Database, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
 from jaxsok.serving.padding import slices
-from jaxsok.serving.stream_files import KEYS_AWAY, WANTED_KEYS, text_of
+from jaxsok.serving.stream_files import KEYS_AWAY, WANTED_KEYS, is_of_tls, text_of
 
 try:
     import redis
@@ -67,7 +67,10 @@ class RedisDatabase(Database):
         if config.enable_tls:
             for key in ("tls_ca_certificate", "tls_client_certificate", "tls_client_key"):
                 if (path := getattr(config, key)) and not os.path.exists(path):
-                    raise ServingError(f'volatile_db: {key}: got "{path}", wanted the path of a file that exists.')
+                    none = "" if key == "tls_ca_certificate" else ', or "" where the server asks for none'
+                    raise ServingError(
+                        f'volatile_db: {key}: got "{path}", wanted the path of a file that exists{none}.'
+                    )
             ca = "ssl_ca_path" if os.path.isdir(config.tls_ca_certificate) else "ssl_ca_certs"
             options |= {"ssl": True, ca: config.tls_ca_certificate, "ssl_check_hostname": False}  # nor does HPS
             options |= {"ssl_certfile": config.tls_client_certificate, "ssl_keyfile": config.tls_client_key}
@@ -226,6 +229,8 @@ class RedisDatabase(Database):
             wanted = WANTED_KEYS
         elif isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
+        elif is_of_tls(str(error)):
+            wanted = "certificates that both accept; see what it says, and the tls_... keys of volatile_db"
         return DatabaseError(
             f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" '
             f"({text_of(error)}), wanted {wanted}."
