@@ -7,6 +7,7 @@ the order of the axes; seed and step are the same everywhere. Along axes of the 
 repeated. Inside `shard_map` (or `pmap`) over the axes, code works on the parts.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -168,6 +169,12 @@ class MeshShards(Shards):
             raise ValueError(
                 f"Collection: mesh: got devices of {shards.num_processes} processes of {jax.process_count()}, wanted "
                 "those of all, or of one: what processes agree on, all of them must be asked."
+            )
+        counts = collections.Counter(device.process_index for device in mesh.devices.flat)
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"Collection: mesh: got {dict(counts)} devices, by process, wanted as many of each: JAX places no "
+                "array on other meshes of several processes."
             )
         return shards
 

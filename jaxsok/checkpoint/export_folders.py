@@ -245,10 +245,7 @@ def _begin_export(
             gone = {table.name: find_gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
         with processes.fail_together(op):
             if not folder.is_dir():
-                raise FileNotFoundError(
-                    f'{op}: path: got "{final}", where process {jax.process_index()} does not find the folder that '
-                    "process 0 made, wanted one path for all processes, on a file system that they share."
-                )
+                raise manifest_lib.unshared_error(op, final, jax.process_index(), 0)
             kind = "delta" if chain else "full"
             saving = Saving(op, collection, state, options, kind, clock=clock, rests_on=rests_on, tombstones=gone)
             written = saving.begin(folder)

@@ -37,10 +37,21 @@ def write_part(folder: Any, process: int, part: Mapping[str, Any]) -> None:
     write_and_sync(_part_of(folder, process), _seal(part))
 
 
+def unshared_error(op: str, folder: Any, process: int, other: int) -> FileNotFoundError:
+    """Makes the error of a process that does not find what another one has written."""
+    return FileNotFoundError(
+        f'{op}: path: got "{folder}", where process {process} does not find what process {other} has made, wanted one '
+        "path for all processes, on a file system that they share."
+    )
+
+
 def join_parts(op: str, folder: Any) -> dict[str, Any]:
-    """Joins the parts of all processes to the manifest, and removes them; CorruptFileError: one is missing."""
+    """Joins the parts of all processes to the manifest, and removes them; FileNotFoundError: one is missing."""
     first = _read(op, _part_of(folder, 0), _PART)
-    parts = [first, *(_read(op, _part_of(folder, n), _PART) for n in range(1, first["num_processes"]))]
+    others = range(1, first["num_processes"])
+    if missing := [n for n in others if not _part_of(folder, n).exists()]:
+        raise unshared_error(op, folder, 0, missing[0])
+    parts = [first, *(_read(op, _part_of(folder, n), _PART) for n in others)]
     for n, part in enumerate(parts):
         if part["tables"].keys() != first["tables"].keys():
             what = f"tables: got {list(part['tables'])}, wanted {list(first['tables'])}, as process 0 saved"

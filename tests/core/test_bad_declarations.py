@@ -214,6 +214,23 @@ def test_axis(kind, axis, parts):
         over_two(axis=axis)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "none"
+
+
+def test_processes_with_more_devices_than_others(monkeypatch):
+    """JAX cannot place arrays on such a mesh when a checkpoint is loaded, so it is refused from the start."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = jax.sharding.Mesh(np.array([_Device(0, 0), _Device(1, 0), _Device(2, 1)]), ("data",))
+    tables, features = [jaxsok.TableSpec("user", DIM, SGD)], [jaxsok.FeatureSpec("user", "user")]
+    with raises(ValueError, "Collection", "mesh", "{0: 2, 1: 1} devices", "as many of each"):
+        jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+
+
 def test_axis_and_mesh_belong_together():
     """A mesh without an axis, an axis without a mesh, and a mesh of another type are refused."""
     tables, features = [jaxsok.TableSpec("user", DIM, SGD)], [jaxsok.FeatureSpec("user", "user")]

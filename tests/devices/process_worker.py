@@ -417,6 +417,7 @@ def errors_of_saves(collection, state, number, folder, full_disk):
                 found[f"{kind}: {case}"] = outcome_of(functools.partial(save, case))
         found[f"{kind}: refused"] = outcome_of(functools.partial(save, "refused", compression=["none", "zip"][number]))
         found[f"{kind}: clocks"] = outcome_of(functools.partial(save, "clocks", clock=number))
+        found[f"{kind}: elsewhere"] = outcome_of(functools.partial(save, f"elsewhere {number}"))
     with ocp.CheckpointManager(folder / "managed") as manager:
 
         def save_managed(step, copy=None, **options):

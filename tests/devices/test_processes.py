@@ -296,6 +296,8 @@ ERRORS = {
     "export: folder": (0, "NotADirectoryError: "),
     "export: taken": (0, "FileExistsError: export_full: path: got "),
     "async: clocks": (0, "ValueError: TablesSave: clock: got 1 in process 1 and 0 in process 0"),
+    "async: elsewhere": (1, "FileNotFoundError: TablesSave: path: got "),
+    "sync: elsewhere": (1, "FileNotFoundError: TablesSave: path: got "),
     "sync: clocks": (0, "ValueError: TablesSave: clock: got 1 in process 1 and 0 in process 0"),
     "export: elsewhere": (1, "FileNotFoundError: export_full: path: got "),
     "delta: base": (1, "CorruptFileError: export_delta: file "),
