@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 
+# Arrays whose end was expected, as JAX writes them: it names all of a step in one warning, also of several collections.
+_ENDING = set[str]()
+
 
 def refuse_transforms(op: str, **arguments: Any) -> tuple[Any, ...]:
     """Returns arguments unchanged; differentiating by them or mapping over them raises TypeError when traced."""
@@ -28,8 +31,8 @@ def expect_the_end_of(tree: Any, num_shards: int) -> None:
     leaves = jax.tree.leaves(tree)
     # Where axes are explicit, JAX names the part of a shard.
     shapes = [(leaf.dtype, leaf.shape[0] // parts, *leaf.shape[1:]) for leaf in leaves for parts in (1, num_shards)]
-    avals = {f"{dtype}[{','.join(map(str, shape))}]" for dtype, *shape in shapes}
-    aval = f"(?:{'|'.join(map(re.escape, sorted(avals)))})"
+    _ENDING.update(f"{dtype}[{','.join(map(str, shape))}]" for dtype, *shape in shapes)
+    aval = f"(?:{'|'.join(map(re.escape, sorted(_ENDING.copy())))})"  # a copy: `Collection.ahead` traces in a thread
     message = rf"Some donated buffers were not usable: {aval}(?:, {aval})*\."
     warnings.filterwarnings("ignore", message, UserWarning)
 

@@ -494,6 +494,28 @@ def test_explicit_axes(recwarn):
     assert not [warning for warning in recwarn if "donated" in str(warning.message)]
 
 
+def test_two_collections_whose_lookups_end_in_one_step(recwarn):
+    """JAX names the arrays of both in one warning, which does not come."""
+    collections = [
+        jaxsok.Collection(
+            [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.5), capacity=64)],
+            [jaxsok.FeatureSpec("user", "user", combiner="sum", max_keys=max_keys)],
+        )
+        for max_keys in (28, 44)
+    ]
+    steps = [jax.jit(step_of(collection)) for collection in collections]
+    step = jax.jit(
+        lambda states, plans: [f(*each)[0] for f, *each in zip(steps, states, plans, strict=True)], donate_argnums=0
+    )
+    states = [collection.init(seed=0) for collection in collections]
+    raws = [{"user": jaxsok.Bags(np.arange(8) + i, lengths=np.full(4, 2))} for i in range(3)]
+    for given in zip(*[collection.pipeline(raws, lookahead=1) for collection in collections], strict=True):
+        states = [c.grow(state, batch) for c, state, (batch, _) in zip(collections, states, given, strict=True)]
+        states = step(states, [plan for _, plan in given])
+    assert not any(state.ahead for state in states)
+    assert not [warning for warning in recwarn if "donated" in str(warning.message)]
+
+
 @pytest.mark.parametrize("num_shards", [None, 4])
 def test_steps_in_a_scan(num_shards):
     """After the first step, which fills the state, the steps have one form and can be scanned."""
