@@ -299,7 +299,8 @@ def test_a_full_disk_is_reported_before_the_start(monkeypatch):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(where) for where in processes.bind("127.0.0.1", 0, 2)]
         with pytest.raises(OSError, match=r"serve: TMPDIR: got /.*: .*No space left on device; wanted a folder"):
-            processes.Processes(cases.server.App(cases.Session(), has_front_ends=True), sockets)
+            processes.Processes(app := cases.server.App(cases.Session(), has_front_ends=True), sockets)
+    assert not os.path.exists(app.folder.name)
 
 
 def test_front_ends_that_cannot_start_are_reported(monkeypatch):

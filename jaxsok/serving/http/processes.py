@@ -117,6 +117,7 @@ class Processes:
         try:
             metrics.reserve_files(self._folder.name, len(sockets), len(self._models))
         except OSError as error:
+            self._folder.cleanup()
             raise _unwritable(error) from None
 
     @property
