@@ -23,7 +23,7 @@ from jaxsok.settings import compile_ahead
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, Clock
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, Clock
 
 _ENTRY_WORDS = BUCKET_WORDS // ENTRIES_PER_BUCKET
 _NO_ENTRY = np.full(_ENTRY_WORDS, 0xFFFFFFFF, np.uint32)
@@ -47,6 +47,20 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
     floors = jnp.where(is_asked, floors, jnp.uint32(_NEVER))
     sightings = kernels.forget(store.sightings[0], floors)
     return dataclasses.replace(store, sightings=(sightings,))
+
+
+def forget_keys(spec: StoreSpec, store: StoreState, keys: Array, table_ids: Array) -> StoreState:
+    """Forgets the counts of (table, key) pairs that wait for a row, of duplicates as well; donates the store."""
+    if not store.sightings or not len(keys):
+        return store
+    (sightings,) = store.sightings
+    entries = jnp.column_stack([keys, jnp.ones_like(table_ids), table_ids])
+    admits_all = np.full(len(spec.tables), 2, np.uint32)  # their counts are 1
+    gone, _ = kernels.wait(store.counters, admits_all, entries, ROOM * len(keys) // ENTRIES_PER_BUCKET)
+    seen = sightings.reshape(-1, _ENTRY_WORDS)
+    is_gone = kernels.find(gone, store.counters, seen[:, :2], seen[:, 3]) != jnp.uint32(NO_ROW)
+    counts = jnp.where(is_gone, jnp.uint32(0), seen[:, 2])
+    return dataclasses.replace(store, sightings=(seen.at[:, 2].set(counts).reshape(sightings.shape),))
 
 
 # Waiting keys, out and in ------------------------------------------------------------------------------------------

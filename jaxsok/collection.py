@@ -513,11 +513,14 @@ class Collection:
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
+        Keys that wait for admission by count are forgotten: nothing of a key is in later exports and checkpoints. A
+        Bloom filter, whose counters keys share, keeps what it has counted, which names none.
+
         Returns the state, which is donated, and how many rows went.
 
         Cost:
           A search for each key and a byte a row of capacity; if any goes, also 64 bytes a row: the records of the
-          table's store twice, and its index once.
+          table's store twice, and its index once. With admission by count also 16 bytes for each counted key.
 
         Example:
           `state, num_erased = collection.erase(state, "user", np.array([7]))`
@@ -595,8 +598,8 @@ class Collection:
     def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
         """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
 
-        Keys that wait for admission are forgotten, too; `erase` keeps their counts. Returns the state, which is
-        donated, and how many rows there were.
+        Keys that wait for admission are forgotten, too. Returns the state, which is donated, and how many rows there
+        were.
 
         Cost:
           16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store three times, and

@@ -66,7 +66,8 @@ def _guard(op: str, name: str) -> Any:
         del primals, tangents
         raise TypeError(
             f"{op}: {name}: got a derivative with respect to it, wanted none: {op} is no step of jax.grad. "
-            "Differentiate the loss by the embeddings that lookup gave, and pass the result to update."
+            "Differentiate the loss by the embeddings that lookup gave, and pass the result to update, which a frozen "
+            "table does not have. To learn weights, declare combiner=None and weight the embeddings in the model."
         )
 
     return jax.jit(constant, inline=True)

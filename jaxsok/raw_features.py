@@ -212,7 +212,22 @@ def _read(spec: FeatureSpec, value: Any) -> Part:
             "declare FeatureSpec(max_hotness=...)."
         )
     inverse = read_inverse(bags, part.shape[0], what)
+    part = _without_unused_keys(part, inverse)
     return dataclasses.replace(_with_more_bags(part, inverse.shape[0]), inverse=inverse)
+
+
+def _without_unused_keys(part: Part, inverse: Any) -> Part:
+    """Turns keys of bags that no sample has into padding, so that they are no uses of rows; in NumPy alone."""
+    is_used = np.zeros(part.shape[0], bool)
+    if not isinstance(inverse, np.ndarray) or not isinstance(part.words, np.ndarray):
+        return part
+    is_used[inverse] = True
+    lengths = len(part.words) // max(1, len(is_used)) if part.offsets is None else np.diff(part.offsets)
+    if is_used.all() or isinstance(lengths, jax.Array):
+        return part
+    place, words = np.flatnonzero(~np.repeat(is_used, lengths)), part.words.copy()
+    words[place] = PADDING_KEY & 0xFFFFFFFF
+    return dataclasses.replace(part, words=words)
 
 
 def _with_more_bags(part: Part, num_samples: int) -> Part:

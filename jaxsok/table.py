@@ -229,11 +229,14 @@ def round_to(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 def erase(
     spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds, shards: Shards = ONE_DEVICE
 ) -> tuple[StoreState, UInt32[Array, ""]]:
-    """Takes the rows of (table, key) pairs away, and counts the distinct pairs that existed; donates the store."""
+    """Takes rows of (table, key) pairs away, and the counts of those that wait for one; donates the store.
+
+    Returns how many distinct pairs had a row.
+    """
     row_ids = find(store, keys, table_ids)
     flags = jnp.zeros(store.capacity, jnp.uint8).at[row_ids].set(jnp.uint8(1), mode="drop")  # NO_ROW is beyond all
     store, num_released = release(spec, store, flags, shards, is_eviction=False)
-    return store, num_released.sum(dtype=jnp.uint32)
+    return admission.forget_keys(spec, store, keys, table_ids), num_released.sum(dtype=jnp.uint32)
 
 
 @annotations.annotate_store

@@ -95,9 +95,9 @@ def _look_up(
     require_mapping("lookup: inputs", inputs, "names to keys")
     if not tables.is_fused and not is_counted and len(inputs) > 1:
         return {name: lookup(tables, {name: given})[name] for name, given in inputs.items()}, None
-    stores, _ = guards.refuse_transforms("lookup", tables=tables.stores, inputs=None)
+    (stores,) = guards.refuse_transforms("lookup", tables=tables.stores)
     tables = dataclasses.replace(tables, stores=stores)
-    parts = [_read(tables, name, given) for name, given in inputs.items()]
+    parts = [_read(tables, name, given).guard() for name, given in inputs.items()]
     all_counts = len(tables.tables), len(types.COUNTS)
     if not parts:
         return {}, jnp.zeros(all_counts, jnp.int32) if is_counted else None
@@ -173,6 +173,7 @@ def find_rows(
     place = tables.spec.place_of("find_rows", table)
     with refusals():
         words = keys_lib.words_of(keys, "int32", f'find_rows: table "{table}"').reshape(-1, 2)
+    (words,) = guards.refuse_transforms("find_rows", keys=words)
     store = tables.stores[place[0]]
     ids = jnp.full(words.shape[0], jnp.uint32(place[1]))
     row_ids = table_kernels.find(store.index, store.counters, jnp.asarray(words), ids)
@@ -198,6 +199,12 @@ class _Part:
     def is_clipped_in_bags(self) -> bool:
         """True if rows are clipped before they are combined, which takes another call."""
         return self.given.max_norm is not None and self.given.combiner is not None
+
+    def guard(self) -> "_Part":
+        """Has derivatives with respect to it, and mapping over it, refused by name."""
+        arrays = {"keys": self.words, "offsets": self.offsets, "weights": self.weights}
+        words, offsets, weights = guards.refuse_transforms("lookup", **arrays)
+        return dataclasses.replace(self, words=words, offsets=offsets, weights=weights)
 
     def finish(self, value: Float32[Array, "num_lines dim"]) -> Array:
         if self.given.max_norm is not None and self.given.combiner is None:

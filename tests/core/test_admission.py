@@ -70,6 +70,11 @@ class Counted:
         """Resets admitted keys when rows are removed."""
         self.counts = collections.Counter({k: n for k, n in self.counts.items() if n < self.num_sightings})
 
+    def drop(self, keys):
+        """Forgets keys that are erased by name."""
+        for key in keys:
+            self.counts.pop(key, None)
+
 
 class Filtered:
     """Admission by counting Bloom filter: an array, with positions from the model of the kernels."""
@@ -91,6 +96,9 @@ class Filtered:
     def forget(self):
         """Does nothing: counters never decrease."""
 
+    def drop(self, keys):
+        """Does nothing: keys share counters."""
+
 
 @dataclasses.dataclass
 class Drawn:
@@ -106,6 +114,9 @@ class Drawn:
         return kernel_model.is_drawn(self.line, SEED_WORDS, key, step)
 
     def forget(self):
+        """Does nothing."""
+
+    def drop(self, keys):
         """Does nothing."""
 
 
@@ -153,8 +164,10 @@ class AdmittingOracle(oracle.CollectionOracle):
         return embeddings, oracle.Plan(plan_uses, tuple(s.generation for s in self.stores), counts)
 
     def erase(self, table, keys):
-        """Erases rows, and with them the counts of all admitted keys."""
+        """Erases rows, with the counts of all admitted keys if there were some, and those of the named keys."""
         num_erased = super().erase(table, keys)
+        if table in self.admissions:
+            self.admissions[table].drop(keys)
         for name in self.store_of(table).tables:
             if name in self.admissions:
                 self.admissions[name].forget()
@@ -704,6 +717,7 @@ def test_delayed_keys_through_checkpoints(num_shards, data, tmp_path_factory):
             state, num_erased = collection.erase(state, "user", np.array(gone))
             assert int(num_erased) == len(rows & set(gone))
             rows -= set(gone)
+            counts = collections.Counter({key: count for key, count in counts.items() if key not in gone})
         elif what == "restore":
             folder = tmp_path_factory.mktemp("delayed") / str(number)
             checkpoint.export_full(folder, collection, state)
@@ -760,6 +774,46 @@ def test_nothing_is_forgotten_where_nothing_goes(op):
     np.testing.assert_array_equal(np.asarray(state.stores[0].sightings[0]), before)
     state, _ = collection.evict(state, num_rows=1)
     assert not np.array_equal(np.asarray(state.stores[0].sightings[0]), before)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_an_erased_key_waits_no_longer(num_shards, is_traced, tmp_path):
+    """Nothing of it is in later exports, and its count starts from zero; other keys and tables keep theirs."""
+    checkpoint = pytest.importorskip("jaxsok.checkpoint")
+    options = {"admission": policies.AdmitByCount(3), "capacity": 16, "statistics": True}
+    tables = [jaxsok.TableSpec(name, 1, SGD, **options) for name in ("user", "item")]
+    features = [jaxsok.FeatureSpec(t.name, t.name) for t in tables]
+    collection = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
+    look = programs.lookup(collection)
+
+    def look_up(state, keys):
+        return look(state, programs.batch(collection, user=np.array(keys), item=np.array(keys)))[1]
+
+    forgotten = 0x1234_5678_9ABC_DEF0
+    state = look_up(collection.init(seed=SEED), [forgotten, forgotten, 5, 6])
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    jitted = jax.jit(lambda state, keys: collection.erase(state, "user", keys), donate_argnums=0)
+    keys = [forgotten, 5, 99, oracle.PADDING_KEY, forgotten]
+    if is_traced:
+        state, num_erased = jitted(state, jnp.asarray(programs.words(keys)))
+    else:
+        state, num_erased = collection.erase(state, "user", programs.as_array(keys))
+    assert int(num_erased) == 0
+    assert waiting(collection, state, "user") == {6: 1} and waiting(collection, state, "item") == {
+        forgotten: 2,
+        5: 1,
+        6: 1,
+    }
+    checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
+    state, _ = collection.erase(state, "item", programs.as_array([forgotten]))
+    checkpoint.export_full(tmp_path / "later", collection, state)
+    words = np.array([forgotten], np.uint64).tobytes()
+    assert not [file for file in (tmp_path / "later").iterdir() if words in file.read_bytes()]
+    chained = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)
+    assert waiting(collection, chained, "user") == {6: 1}
+    state = look_up(state, [forgotten, forgotten, 6, 6])
+    assert collection.contains(state, "user", programs.as_array([forgotten, 6])).tolist() == [False, True]
 
 
 def test_clearing_a_table_forgets_those_that_wait():

@@ -583,3 +583,22 @@ def test_states_of_a_mesh_are_served_alike():
     for name, rows in wanted.items():
         np.testing.assert_array_equal(np.asarray(served[name]), rows, err_msg=name)
         np.testing.assert_array_equal(rows, one_device[name])
+
+
+def test_transforms_of_lookups_are_refused_by_name():
+    """As those of tables in training, and not in terms of FFI; derivatives of what follows a lookup are none of it."""
+    source = Records(np.arange(4, dtype=np.uint64), np.ones((4, 2), np.float32))
+    tables, _ = freeze_records([(FrozenTable("item", 2), SizedRecords(4, [source]))])
+    words = jnp.asarray(keys.to_words(np.arange(4, dtype=np.uint64))).reshape(2, 2, 2)
+    bags = functools.partial(LookupInput, "item", np.arange(4), "sum", offsets=np.array([0, 4]))
+
+    def weighted(weights):
+        return lookup(tables, {"bags": bags(weights=weights)})["bags"].sum()
+
+    with pytest.raises(TypeError, match=r"lookup: keys: got arrays that jax.vmap maps over \(2 of them\)"):
+        jax.vmap(lambda mine: lookup(tables, {"item": mine})["item"])(words)
+    with pytest.raises(TypeError, match=r"find_rows: keys: got arrays that jax.vmap maps over \(2 of them\)"):
+        jax.vmap(lambda mine: find_rows(tables, "item", mine)[0])(words)
+    with pytest.raises(TypeError, match=r"lookup: weights: got a derivative .*To learn weights, declare combiner=None"):
+        jax.grad(weighted)(jnp.ones(4))
+    assert jax.grad(lambda scale: scale * weighted(jnp.ones(4)))(2.0) == 8.0
