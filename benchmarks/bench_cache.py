@@ -219,8 +219,8 @@ class _Run:
     def _call(self, keys: np.ndarray, to_host: bool) -> Any:
         if to_host:
             return self.cache.lookup({TABLE: keys}).rows[TABLE]
-        found = self.cache.lookup_tables({TABLE: keys})
-        return jax.block_until_ready(_look_up(found.tables, keys.view(np.uint32).reshape(-1, 2)))
+        tables, _ = self.cache.lookup_tables({TABLE: keys})
+        return jax.block_until_ready(_look_up(tables, keys.view(np.uint32).reshape(-1, 2)))
 
     def _measure(self, hit_rate: float, to_host: bool) -> None:
         cache = self.cache

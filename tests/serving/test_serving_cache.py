@@ -186,13 +186,14 @@ class CacheMachine(RuleBasedStateMachine):
         expected, rates = self.oracle.lookup(self.rows, keys, threshold)
         asked = {table: np.array(some, np.uint64) for table, some in keys.items()}
         if as_tables:
-            found = self.cache.lookup_tables(asked)
-            rows = frozen_lookup(found.tables, {table: some for table, some in asked.items()})
+            tables, source = self.cache.lookup_tables(asked)
+            rows, version = frozen_lookup(tables, asked), source.version
         else:
             found = self.cache.lookup(asked)
-            rows = found.rows
+            rows, version = found.rows, found.version
+            assert found.hit_rates == rates
         self.cache.drain()
-        assert (found.version, found.hit_rates) == (self.version, rates)
+        assert version == self.version
         for table, lines in expected.items():
             shape = (len(lines), TABLES[table].dim)
             np.testing.assert_array_equal(np.asarray(rows[table]), np.array(lines, np.float32).reshape(shape))
@@ -396,8 +397,7 @@ def test_rows_of_8_bits(dtype, of):
 
     def check(cache, asked, as_tables):
         asked = {name: np.array([*some, PADDING], np.uint64) for name, some in asked.items()}
-        found = cache.lookup_tables(asked) if as_tables else cache.lookup(asked)
-        got = frozen_lookup(found.tables, asked) if as_tables else found.rows
+        got = frozen_lookup(cache.lookup_tables(asked)[0], asked) if as_tables else cache.lookup(asked).rows
         for name, some in asked.items():
             defaults = np.full((len(some), dim), tables[name].default, np.float32)
             wanted = np.where((some < num_rows)[:, None], read[name][np.minimum(some, num_rows - 1)], defaults)
@@ -544,16 +544,16 @@ def _looking_up(cache, versions, stop, errors, seed, num_answers):
             is_exact = cache.hit_rate_threshold > 1
             if seed % 2:
                 found = cache.lookup(keys)
-                answer = found.rows
+                answer, version = found.rows, found.version
             else:
-                found = cache.lookup_tables(keys)
-                answer = frozen_lookup(found.tables, keys) if keys else {}
+                tables, source = cache.lookup_tables(keys)
+                answer, version = frozen_lookup(tables, keys) if keys else {}, source.version
             for table, some in keys.items():
-                rows, wanted = np.asarray(answer[table]), _expect(versions[found.version], table, some)
+                rows, wanted = np.asarray(answer[table]), _expect(versions[version], table, some)
                 is_right = (rows == wanted).all(axis=1)
                 if not is_exact:
                     is_right |= (rows == default_of(table)).all(axis=1)
-                assert is_right.all(), (found.version, table, some, rows, wanted)
+                assert is_right.all(), (version, table, some, rows, wanted)
             num_answers[seed] += 1
     except BaseException as error:
         errors.append(error)

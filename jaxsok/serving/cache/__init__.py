@@ -4,7 +4,7 @@
 what they lack from a source of backing.py, and programs.py has the programs.
 """
 
-from jaxsok.serving.cache.device_cache import MIN_ROWS as MIN_ROWS, CachedRows, CachedTables, DeviceCache, cache_bytes
+from jaxsok.serving.cache.device_cache import MIN_ROWS as MIN_ROWS, CachedRows, DeviceCache, cache_bytes
 from jaxsok.serving.cache.stores import CacheStats, TableCounts
 
-__all__ = ["CacheStats", "CachedRows", "CachedTables", "DeviceCache", "TableCounts", "cache_bytes"]
+__all__ = ["CacheStats", "CachedRows", "DeviceCache", "TableCounts", "cache_bytes"]

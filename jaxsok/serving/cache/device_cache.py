@@ -41,16 +41,6 @@ class CachedRows:
     hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 without keys
 
 
-@dataclasses.dataclass(frozen=True)
-class CachedTables:
-    """The rows of some keys as frozen tables, for code that looks up by itself."""
-
-    tables: FrozenTables  # has every key of the request; a key that no tier has gets its default
-    version: int
-    hit_rates: dict[str, float]
-    source: Any  # the version of the source that has all rows
-
-
 class DeviceCache:
     """A cache of some rows on the device over a source of all; looked up by many threads. Close it.
 
@@ -147,13 +137,15 @@ class DeviceCache:
             rows[name] = lines.reshape(*request.shapes[name], lines.shape[1])
         return CachedRows(rows, found.epoch.source.version, found.hit_rates)
 
-    def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
-        """Looks up as `lookup`, and gives all tables frozen on the device, with one row for each distinct key."""
+    def lookup_tables(self, keys: Mapping[str, Any]) -> tuple[FrozenTables, RowSource]:
+        """Looks up as `lookup`, and gives all tables frozen on the device, with one row for each distinct key.
+
+        They are for code that looks up by itself. The second result is the source of their rows, which has the version.
+        """
         request = Request(self._spec, keys, lambda least: least)
         found, fetched = self._ask(request, is_expanded=False)
         stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
-        tables, source = FrozenTables(tuple(stores), self._spec), found.epoch.source
-        return CachedTables(tables, source.version, found.hit_rates, source)
+        return FrozenTables(tuple(stores), self._spec), found.epoch.source
 
     def _ask(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
         found = Found(self._spec, request, *self.stores.query(request.batches, is_expanded))

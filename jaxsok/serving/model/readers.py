@@ -279,11 +279,11 @@ class CachedRows(_Programs):
             self.ready.need((None, request.served), request.program)
             lookups, leaves = request.served.known_lookups, request.leaves
             keys = {table: np.concatenate([keys_in(leaves[name]) for name in names]) for table, names in lookups}
-            found = self.cache.lookup_tables(keys)
-            served = found.source.served
+            tables, source = self.cache.lookup_tables(keys)
+            served = source.served
             if served is request.served:
-                values = request.cut(served.run(found.tables, request.leaves))
-                return values, found.version, _padding_of(request.keys())
+                values = request.cut(served.run(tables, request.leaves))
+                return values, source.version, _padding_of(request.keys())
             # Else the dense model is another one by now, which may read other keys.
 
     def place_of(self, version: Version) -> Any:
