@@ -159,7 +159,7 @@ def test_a_short_list_of_defaults_is_filled_and_noted():
     )
     config = read(whole({"default_value_for_each_table": [None, 0.5]}))
     assert [table.default for table in config.models[0].tables] == [None, 0.5]
-    assert config.notes == () and "default as in training" in "\n".join(config.summary())
+    assert config.notes == ()
 
 
 # What is honoured ----------------------------------------------------------------------------------------------------
@@ -781,7 +781,6 @@ def test_two_models(tmp_path):
     text = "\n".join(config.summary())
     for part in (
         'model "wide-deep": a device cache of 0.5 of the rows, over host memory; device 0; one call for all tables',
-        'table "deep": dim 16, default 0, at most 26624 keys, from "/m/wide/1"',
         'model "static": all rows on the device; device 0; one call for each table',
         "without effect: volatile_db.num_partitions = 16: ",
     ):

@@ -255,7 +255,7 @@ class Config:
         return 64 if self.supportlonglong else 32
 
     def summary(self) -> list[str]:
-        """Describes the configuration in lines of a report: models, tables, notes, keys without effect."""
+        """Describes the configuration in lines of a report: models, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
         where = self.databases or "host memory"
         for model in self.models:
@@ -272,12 +272,6 @@ class Config:
                 f'model "{model.model}": {tier}; {"split over " * model.is_split}{devices}; {fused}; at most '
                 f"{model.max_batch_size} samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
-            lines += [
-                f'  table "{table.name}": dim {table.dim}, default '
-                f"{'as in training' if table.default is None else format(table.default, 'g')}, at most "
-                f'{model.max_keys[table.name]} keys, from "{table.file}"'
-                for table in model.tables
-            ]
         if self.update_source.type:
             lines.append(f'updates: Redis streams, as consumer "{self.update_source.consumer}"')
         lines += [f"note: {note}" for note in self.notes]
