@@ -656,16 +656,16 @@ def test_a_file_is_named_in_errors(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('{"supportlonglong": true,}', "line 1, column 2[56]: got malformed JSON"),
-        ('{\n  "supportlonglong": true\n  "models": []\n}', r"line 3, column 3: got malformed JSON \(Expecting ',' "),
-        ("", "line 1, column 1: got malformed JSON"),
-        ('{"a": 1} {"b": 2}', "line 1, column 10: got malformed JSON"),
-        ('{"supportlonglong": tru', "line 1, column 21: got malformed JSON"),
-        (b'{"model": "\xff"}', "byte 11: got 0xff, wanted text in UTF-8"),
-        ('{"models": [{"gpucacheper": NaN}]}', "got NaN, wanted a number"),
-        ('{"models": [{"gpucacheper": -Infinity}]}', "got -Infinity, wanted a number"),
+        ('{"supportlonglong": true,}', r"got what is no JSON \(.*: line 1 column 2[56] "),
+        ('{\n  "supportlonglong": true\n  "models": []\n}', r"\(Expecting ',' delimiter: line 3 column 3 "),
+        ("", "line 1 column 1 "),
+        ('{"a": 1} {"b": 2}', "line 1 column 10 "),
+        ('{"supportlonglong": tru', "line 1 column 21 "),
+        (b'{"model": "\xff"}', "byte 0xff in position 11"),
+        ('{"models": [{"gpucacheper": NaN}]}', "NaN is no number of JSON"),
+        ('{"models": [{"gpucacheper": -Infinity}]}', "-Infinity is no number of JSON"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"supportlonglong": ' + "1" * 5000 + "}", "a number that cannot be read"),
+        ('{"supportlonglong": ' + "1" * 5000 + "}", "value has 5000 digits"),
         ("[]", r'^config: file "[^"]*": got \[\], wanted an object with supportlonglong and models'),
         ("3", "got 3, wanted an object"),
     ],
@@ -679,9 +679,9 @@ def test_malformed_files(tmp_path, content, message):
 def test_keys_that_are_there_twice(tmp_path):
     text = json.dumps(whole())
     twice = text.replace('"model": "dlrm"', '"max_batch_size": 1, "model": "dlrm", "max_batch_size": 2')
-    with pytest.raises(ConfigError, match=r"models\[0\]\.max_batch_size: got the key twice, wanted it once"):
+    with pytest.raises(ConfigError, match="one object has the name 'max_batch_size' twice"):
         read(write_config(tmp_path, twice))
-    with pytest.raises(ConfigError, match=r": supportlonglong: got the key twice"):
+    with pytest.raises(ConfigError, match="the name 'supportlonglong' twice"):
         read(write_config(tmp_path, '{"supportlonglong": true, ' + text[1:]))
 
 

@@ -1,6 +1,5 @@
 """Reads and writes configurations: checks parsed JSON key by key, and makes values of it (values.py)."""
 
-import collections
 import contextlib
 import dataclasses
 import difflib
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxsok.published import partial_files
+from jaxsok.serving import strict_json
 from jaxsok.serving.config import values as values_lib
 from jaxsok.serving.config.keys import BLOCK, REQUIRED, SECRETS, URL_OF_REDIS, WRONG, Keys, Kind, is_url_of_redis
 from jaxsok.serving.config.values import Config, ModelConfig, PersistentDb, TableConfig, UpdateSource, VolatileDb
@@ -108,39 +108,14 @@ def write(path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> N
         file.write(text.encode())
 
 
-class _Repeated(dict):
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        ((self.key, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-
-
 def _parse_file(path: pathlib.Path) -> Any:
-    what = f'config: file "{path}"'
-
-    def refuse_constant(name: str) -> NoReturn:
-        raise ConfigError(f"{what}: got {name}, wanted a number: JSON has no other; write one out.")
-
-    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        return made if len(made) == len(pairs) else _Repeated(pairs)
-
-    data = path.read_bytes()
     try:
-        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=to_object, parse_constant=refuse_constant)
-    except ConfigError:
-        raise
-    except UnicodeDecodeError as error:
-        got = f"{data[error.start]:#04x}"
-        raise ConfigError(f"{what}: byte {error.start}: got {got}, wanted text in UTF-8; save it as such.") from error
-    except json.JSONDecodeError as error:
+        return strict_json.parse(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
         raise ConfigError(
-            f"{what}: line {error.lineno}, column {error.colno}: got malformed JSON ({error.msg}), wanted what HPS "
-            "reads; commas before a closing bracket and comments are not JSON."
+            f'config: file "{path}": got what is no JSON ({error}), wanted what HPS reads; commas before a closing '
+            "bracket and comments are not JSON, and each key stands once."
         ) from error
-    except RecursionError as error:
-        raise ConfigError(f"{what}: got brackets nested too deeply, wanted what HPS reads.") from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise ConfigError(f"{what}: got a number that cannot be read ({error}), wanted a shorter one.") from error
 
 
 class _Reader:
@@ -203,9 +178,6 @@ class _Reader:
 
     def block(self, path: str, given: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
         """Checks the values of a block and of the blocks below it, and fills in defaults; notes keys without effect."""
-        if isinstance(given, _Repeated):
-            text = "got the key twice, wanted it once; which one counts depends on the reader: take one out"
-            self.fail(_join(path, given.key), text)
         for name in given:
             if name not in keys:
                 self.refuse_unknown(path, name, keys)

@@ -7,19 +7,19 @@ Nothing here trusts a size, a type or a nesting, and no format can name code or 
     data                   the arrays, row-major and little-endian, without holes, in any order
 """
 
-import collections
 import contextlib
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import orjson
 
 from jaxsok.features import Bags
+from jaxsok.serving import strict_json
 from jaxsok.serving.errors import RequestError, RequestTooLargeError
 
 TENSORS = "application/vnd.jaxsok.v1+safetensors"
@@ -67,28 +67,10 @@ def read_json(body: bytes, what: str, field: str) -> dict[str, Any]:
 
 
 def _parse_object(text: bytes, what: str, part: str, wanted: str) -> dict[str, Any]:
-    """Parses a JSON object in UTF-8; refuses objects with a name twice, and numbers that are not finite."""
-
-    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            ((repeated, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-            raise RequestError(f"{what}: got the name {brief(repeated)} twice in one object; give each name once.")
-        return made
-
-    def refuse_constant(name: str) -> NoReturn:
-        raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
-
     try:
-        found = json.loads(text.decode(), object_pairs_hook=to_object, parse_constant=refuse_constant)
-    except RequestError:
-        raise
-    except RecursionError:
-        raise RequestError(f"{what}: got JSON nested too deeply; lists may have {MAX_NDIM} levels.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = strict_json.parse(text.decode())
+    except ValueError as error:
         raise RequestError(f"{what}: {part} is no JSON: {error}; wanted {wanted}.") from None
-    except ValueError:  # of Python's own limit
-        raise RequestError(f"{what}: {part}: got an integer of thousands of digits, wanted {wanted}.") from None
     if not isinstance(found, dict):
         raise RequestError(f"{what}: {part}: got a JSON {_kind(found)}, wanted {wanted}.")
     return found
