@@ -172,8 +172,6 @@ class FrozenTables:
 
     stores: tuple[FrozenStore, ...]
     spec: FrozenSpec = dataclasses.field(metadata={"static": True})
-    is_fused: bool = dataclasses.field(default=True, metadata={"static": True})
-    """True if `lookup` reads all inputs in one call; False: it makes a call for each, with the same bits."""
 
     @property
     def tables(self) -> dict[str, FrozenTable]:

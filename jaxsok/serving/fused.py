@@ -93,8 +93,6 @@ def _look_up(
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"] | None]:
     require_tables("lookup", tables)
     require_mapping("lookup: inputs", inputs, "names to keys")
-    if not tables.is_fused and not is_counted and len(inputs) > 1:
-        return {name: lookup(tables, {name: given})[name] for name, given in inputs.items()}, None
     (stores,) = guards.refuse_transforms("lookup", tables=tables.stores)
     tables = dataclasses.replace(tables, stores=stores)
     parts = [_read(tables, name, given).guard() for name, given in inputs.items()]

@@ -53,7 +53,7 @@ class _OfOneTable:
 class LookupLayer(_OfOneTable, nnx.LookupLayer):
     """A row for each key of one table of an HPS model: `jaxsok.serving.nnx.LookupLayer` with HPS's arguments.
 
-    Each layer loads its own table and makes a call of its own; `LookupLayers` is for fused tables.
+    Each layer loads its own table and makes a call of its own; `LookupLayers` makes one call for all tables.
 
     Args:
       model_name: of the configuration.
@@ -109,9 +109,6 @@ class SparseLookupLayer(_OfOneTable, nnx.SparseLookupLayer):
 
 class LookupLayers(nnx.LookupLayers):
     """All tables of an HPS model in one layer: `jaxsok.serving.nnx.LookupLayers`, with an input for each table's name.
-
-    Where the configuration has `fuse_embedding_table: false`, a call of the layer looks each table up by itself. The
-    results have the same bits.
 
     Args:
       model_name: of the configuration.

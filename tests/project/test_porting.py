@@ -107,8 +107,8 @@ class Model(flax.nnx.Module):
 
 
 @pytest.mark.parametrize("back_end", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_the_json_alone_switches_fusion(demo, tmp_path, back_end):
-    """100 batches of int32 keys agree with NumPy, fused and unfused, in layers, saved model and session."""
+def test_the_demo_of_table_fusion(demo, tmp_path, back_end):
+    """100 batches of int32 keys agree with NumPy, in layers, saved model and session; the JSON may say no to fusion."""
     folder, config = demo
     device = jax.local_devices(backend=back_end)[0]
     rng, file = np.random.default_rng(0), tmp_path / "8_table.json"
@@ -126,36 +126,28 @@ def test_the_json_alone_switches_fusion(demo, tmp_path, back_end):
         model = Model(file)
         specs = {f"table{i}": artifact.KeysInput(f"table{i}", shape=(NUM_KEYS,)) for i in range(NUM_TABLES)}
         artifact.export_model(tmp_path / "saved", model, serving.load_tables(file), specs)
-    kernel, predictions = np.asarray(model.kernel.get_value()), {}
+        tables, saved = serving.load_tables(file, device=device), artifact.load_model(tmp_path / "saved", device)
+        predictions = [np.asarray(saved.call(tables, inputs)["output"]) for inputs in inputs_seq]
+        nnx.set_tables(model, tables)
+        of_model = model(**inputs_seq[0])
+    np.testing.assert_allclose(of_model, predictions[0], rtol=1e-5, atol=1e-5)
+    assert tables.stores[0].rows.devices() == {device}
+    lowered = saved._program.lower(*saved._bind(tables), saved.read(inputs_seq[0])[0]).as_text()
+    assert lowered.count("stablehlo.custom_call @jaxsok_lookup_frozen") == 1
+    served = {**config, "models": [{**config["models"][0], "dense_file": str(tmp_path / "saved")}]}
     for is_fused in (True, False):
-        served = {**config, "fuse_embedding_table": is_fused}
-        file.write_text(json.dumps(served))
-        with jax.default_device(device):
-            tables, saved = serving.load_tables(file, device=device), artifact.load_model(tmp_path / "saved", device)
-            predictions[is_fused] = [np.asarray(saved.call(tables, inputs)["output"]) for inputs in inputs_seq]
-            model = Model(file)
-            assert model.lookups.tables.get_value().is_fused == is_fused
-            nnx.set_tables(model, tables)
-            of_model = model(**inputs_seq[0])
-        np.testing.assert_allclose(of_model, predictions[is_fused][0], rtol=1e-5, atol=1e-5)
-        # The calls show whether tables are fused: one for all tables, or one for each.
-        assert tables.is_fused == is_fused and tables.stores[0].rows.devices() == {device}
-        program, operands = saved._bind(tables)
-        lowered = program.lower(*operands, saved.read(inputs_seq[0])[0]).as_text()
-        assert lowered.count("stablehlo.custom_call @jaxsok_lookup_frozen") == (1 if is_fused else NUM_TABLES)
-        served["models"] = [{**config["models"][0], "dense_file": str(tmp_path / "saved")}]
-        with serving.open(served, device, warm_up=False) as session:
-            np.testing.assert_array_equal(session.predict(inputs_seq[0])["output"], predictions[is_fused][0])
+        with serving.open({**served, "fuse_embedding_table": is_fused}, device, warm_up=False) as session:
+            np.testing.assert_array_equal(session.predict(inputs_seq[0])["output"], predictions[0])
             found = session.lookup({"table3": inputs_seq[0]["table3"]})["table3"]
-    for inputs, fused, unfused in zip(inputs_seq, predictions[True], predictions[False], strict=True):
-        np.testing.assert_array_equal(fused, unfused)
+    kernel = np.asarray(model.kernel.get_value())
+    for inputs, prediction in zip(inputs_seq, predictions, strict=True):
         rows = []
         for i in range(NUM_TABLES):
             keys = inputs[f"table{i}"]
             is_there = (keys >= i * NUM_ROWS) & (keys < (i + 1) * NUM_ROWS)
             rows.append(np.where(is_there[..., None], rows_of(i, keys), 0.0).reshape(BATCH_SIZE, -1))
         # The outputs are sums of 384 products in float32.
-        np.testing.assert_allclose(fused, np.concatenate(rows, axis=1) @ kernel, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(prediction, np.concatenate(rows, axis=1) @ kernel, rtol=1e-4, atol=1e-4)
     keys = inputs_seq[0]["table3"]
     np.testing.assert_array_equal(found[keys >= 3 * NUM_ROWS], rows_of(3, keys[keys >= 3 * NUM_ROWS]))
 

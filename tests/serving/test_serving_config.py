@@ -46,7 +46,6 @@ MODEL_DEFAULTS = {
     "cache_refresh_percentage_per_iteration": 0.0,
     "refresh_delay": 0.0,
     "refresh_interval": 0,
-    "fuse_embedding_table": None,  # HPS: the global value, which is false; jaxsok forbids it only where a file says so
     "init_ec": True,
     "fp8_quant": False,
     "row_dtype": None,  # jaxsok's own
@@ -126,7 +125,7 @@ def test_every_documented_default():
     ]
     assert config.volatile_db.type == VOLATILE_DEFAULTS["type"] and config.persistent_db.type == "disabled"
     assert not config.databases
-    assert config.fuse_embedding_table is None and config.without_effect == () and config.notes == ()
+    assert config.without_effect == () and config.notes == ()
     assert type(model.refresh_interval) is int and type(model.refresh_delay) is float
 
 
@@ -175,7 +174,6 @@ HONOURED = {
     "num_of_worker_buffer_in_pool": (3, 3),
     "cache_refresh_percentage_per_iteration": (0.25, 0.25),
     "deployed_device_list": ([0, 0, 3], (0, 0, 3)),
-    "fuse_embedding_table": (False, False),
 }
 
 
@@ -225,26 +223,18 @@ def test_tiers(keys, tier):
     assert read(whole(keys)).models[0].tier == tier
 
 
-@pytest.mark.parametrize(
-    "every, own, wanted",
-    [
-        (None, None, True),
-        (True, None, True),
-        (False, None, False),
-        (None, True, True),
-        (None, False, False),
-        (True, False, False),
-        (False, False, False),
-        (False, True, False),  # a model can only opt out
-    ],
-)
-def test_fusion(every, own, wanted):
+@pytest.mark.parametrize("every", [None, True, False])
+@pytest.mark.parametrize("own", [None, True, False])
+def test_fusion(every, own):
+    """One call looks up all tables of a request, as true asks; false, which has no effect, is reported."""
+    given = {"fuse_embedding_table": every, "models[0].fuse_embedding_table": own}
     top = {} if every is None else {"fuse_embedding_table": every}
     model = {} if own is None else {"fuse_embedding_table": own}
     config = read(whole(model, **top))
-    assert config.models[0].is_fused is wanted
-    differs = (every, own) == (False, True)
-    assert effects(config) == ({"models[0].fuse_embedding_table": True} if differs else {})
+    assert effects(config) == {path: value for path, value in given.items() if value is False}
+    assert dataclasses.replace(config, without_effect=()) == read(whole())
+    with pytest.raises(ConfigError, match=r"fuse_embedding_table: got 0, wanted true or false"):
+        read(whole({"fuse_embedding_table": 0}, **top))
 
 
 def test_keys_of_32_bits():
@@ -311,6 +301,7 @@ def test_databases_in_host_memory(kind):
 # What has no effect --------------------------------------------------------------------------------------------------
 
 WITHOUT_EFFECT = {
+    "fuse_embedding_table": False,
     "maxnum_des_feature_per_sample": 13,
     "num_of_refresher_buffer_in_pool": 2,
     "use_context_stream": False,
@@ -770,9 +761,10 @@ def test_one_table_all_of_it_cached(tmp_path):
 def test_two_models(tmp_path):
     config = read(write_config(tmp_path, TWO_MODELS))
     wide, static = config.models
-    assert (wide.tier, wide.is_fused, wide.is_filled_at_start, wide.is_refreshed) == ("cache", True, True, True)
-    assert (static.tier, static.is_fused, static.row_dtype) == ("device", False, "float8_e4m3fn")
+    assert (wide.tier, wide.is_filled_at_start, wide.is_refreshed) == ("cache", True, True)
+    assert (static.tier, static.row_dtype) == ("device", "float8_e4m3fn")
     assert effects(config) == {
+        "models[1].fuse_embedding_table": False,
         "models[0].network_file": "/m/wide/net.json",
         "models[0].num_of_refresher_buffer_in_pool": 1,
         "volatile_db.initial_cache_rate": 1.0,
@@ -780,8 +772,8 @@ def test_two_models(tmp_path):
     }
     text = "\n".join(config.summary())
     for part in (
-        'model "wide-deep": a device cache of 0.5 of the rows, over host memory; device 0; one call for all tables',
-        'model "static": all rows on the device; device 0; one call for each table',
+        'model "wide-deep": a device cache of 0.5 of the rows, over host memory; device 0; at most 1024 samples',
+        'model "static": all rows on the device; device 0; at most 64 samples',
         "without effect: volatile_db.num_partitions = 16: ",
     ):
         assert part in text

@@ -1,6 +1,5 @@
 """Exported models: any batch size, other tables, another process; damaged or foreign files are refused with reasons."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -139,11 +138,7 @@ def test_it_says_what_it_wants_and_gives(served, folder):
     }
     assert [name for name, output in served.outputs.items() if output.is_batched] == ["scores", "user"]
     assert served.platforms == ("cpu", "cuda")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "model.json",
-        "model.stablehlo",
-        "model_unfused.stablehlo",
-    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["model.json", "model.stablehlo"]
     # The file holds neither rows nor index, so it does not grow with the tables.
     assert (folder / "model.stablehlo").stat().st_size < 200_000
 
@@ -213,29 +208,41 @@ def test_padded_calls_give_the_same(served, size):
     assert_serves(served, given, known, size, seed=size, pad=True)
 
 
-def test_tables_say_whether_lookups_are_fused(served, tmp_path):
-    """Tables decide whether lookups are fused: one call for each store or for each input, with the same bits."""
+def test_a_lookup_is_one_call_with_the_bits_of_a_call_for_each_input(tmp_path):
+    """Two stores and four inputs make one call; an artifact whose model looks each input up by itself makes four."""
     given, _ = tables()
-    apart = dataclasses.replace(given, is_fused=False)
-    inputs, *_ = batch(3, 16)
-    leaves, _ = served.read(inputs)
 
-    def count_calls(model, tables):
-        program, operands = model._bind(tables)
-        lowered = program.lower(*operands, leaves).as_text()
-        return lowered.count("stablehlo.custom_call @jaxsok_lookup")
+    def read(tables, inputs):
+        seen = LookupInput("item", inputs["seen"].keys, "mean", inputs["seen"].offsets, inputs["seen"].weights)
+        liked = LookupInput("item", inputs["liked"].keys, "sum", inputs["liked"].offsets)
+        return {"user": inputs["user"], "ads": LookupInput("ad", inputs["ads"]), "seen": seen, "liked": liked}
 
-    # Four inputs; one of them reads norms too.
-    assert count_calls(served, given) < count_calls(served, apart) == count_calls(served.unfuse(), given)
-    want = served.call(given, inputs)
-    for model, read in ((served, apart), (served.unfuse(), given)):
-        for name, value in model.call(read, inputs).items():
-            np.testing.assert_array_equal(value, want[name], err_msg=name)
-    # A model that never reads several inputs at once has one program.
-    artifact.export_model(
-        tmp_path / "one", lambda tables, inputs: lookup(tables, inputs), apart, {"user": INPUTS["user"]}
-    )
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["model.json", "model.stablehlo"]
+    def at_once(tables, inputs):
+        return lookup(tables, read(tables, inputs))
+
+    def one_by_one(tables, inputs):
+        return {name: lookup(tables, {name: mine})[name] for name, mine in read(tables, inputs).items()}
+
+    of_both, declared = [], {name: spec for name, spec in INPUTS.items() if name != "dense"}
+    inputs = {name: mine for name, mine in batch(3, 16)[0].items() if name != "dense"}
+    for function, num_calls in ((at_once, 1), (one_by_one, 4)):
+        artifact.export_model(tmp_path / function.__name__, function, given, declared)
+        served = artifact.load_model(tmp_path / function.__name__)
+        lowered = served._program.lower(*served._bind(given), served.read(inputs)[0]).as_text()
+        assert lowered.count("stablehlo.custom_call @jaxsok_lookup") == num_calls
+        of_both.append(served.call(given, inputs))
+    for name, value in of_both[0].items():
+        np.testing.assert_array_equal(value, of_both[1][name], err_msg=name)
+
+
+def test_the_second_program_of_earlier_versions_is_not_read(folder, tmp_path):
+    """Until decision 0039 an artifact had a second program, with a call for each input."""
+    path, manifest = _copy(folder, tmp_path / "model"), artifact.model.MANIFEST
+    content = json.loads((path / manifest).read_text()) | {"unfused": {"bytes": 1, "sha256": "0"}}
+    content["sha256"] = artifact.model._digest(content)
+    (path / manifest).write_text(json.dumps(content))
+    (path / "model_unfused.stablehlo").write_bytes(b"1")
+    assert_serves(artifact.load_model(path), *tables(), 7)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -538,7 +545,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         with pytest.raises(kind, match=message):
             artifact.load_model(path)
 
-    program, manifest = artifact.model.PROGRAMS["program"], artifact.model.MANIFEST
+    program, manifest = artifact.model.PROGRAM, artifact.model.MANIFEST
 
     def flip(path):
         content = bytearray(path.read_bytes())
@@ -552,7 +559,6 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         (path / manifest).write_text(json.dumps(content))
 
     expect_refusal("another checksum than the manifest", lambda path: flip(path / program))
-    expect_refusal("another checksum than the manifest", lambda path: flip(path / artifact.model.PROGRAMS["unfused"]))
     expect_refusal("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
     expect_refusal("got no such file", lambda path: (path / program).unlink())
     expect_refusal("without model.json", lambda path: (path / manifest).unlink())

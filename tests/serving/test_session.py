@@ -122,14 +122,14 @@ def test_any_request(session, data):
     check(session.lookup(keys), keys)
 
 
-def test_fused_and_unfused_are_the_same_bits(folders, session):
-    with open(config_of(model_of(folders, defaults=DEFAULTS, fuse_embedding_table=False)), warm_up=False) as unfused:
-        for seed in range(5):
-            keys = {name: np.random.default_rng(seed).integers(0, 75, (seed * 3 + 1,)) for name in DIMS}
-            fused_answer, answer = session.lookup(keys), unfused.lookup(keys)
-            check(answer, keys)
-            for name in DIMS:
-                assert fused_answer[name].tobytes() == answer[name].tobytes()
+def test_a_request_has_the_bits_of_a_request_for_each_table(session):
+    """So `fuse_embedding_table: false` has no effect (decision 0039)."""
+    for seed in range(5):
+        keys = {name: np.random.default_rng(seed).integers(0, 75, (seed * 3 + 1,)) for name in DIMS}
+        answer = session.lookup(keys)
+        check(answer, keys)
+        for name in DIMS:
+            assert session.lookup({name: keys[name]})[name].tobytes() == answer[name].tobytes()
 
 
 UVM = {"embedding_cache_type": "uvm", "gpucacheper": 0.3}
@@ -144,7 +144,7 @@ def test_tiers_that_hold_all_rows(folders, tier):
         assert found == ({jax.devices("cpu")[0]} if tier == {"gpucache": False} else {jax.devices()[-1]})
 
 
-@pytest.mark.parametrize("options", [{}, UVM, {"gpucache": False}, {"fuse_embedding_table": False}])
+@pytest.mark.parametrize("options", [{}, UVM, {"gpucache": False}])
 def test_lookups_compile_nothing(folders, options):
     """A lookup runs no program of JAX, whatever its size and its tables, so no request waits for a compiler."""
     compiled = []
@@ -389,10 +389,9 @@ def test_what_cannot_be_opened(folders, tmp_path):
 # A cache on the device over rows in host memory ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_a_cache_that_waits_is_exact(folders, is_fused):
+def test_a_cache_that_waits_is_exact(folders):
     """A cache with a threshold above 1, which no hit rate reaches, waits for all misses."""
-    options = {"gpucacheper": 0.2, "hit_rate_threshold": 1.1, "fuse_embedding_table": is_fused}
+    options = {"gpucacheper": 0.2, "hit_rate_threshold": 1.1}
     with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
         for seed in range(6):
             keys = {name: np.random.default_rng(seed).integers(-2, 75, (seed, 3)) for name in DIMS}
@@ -795,7 +794,7 @@ def read_of(asked):
     return {name: [int(key) % 2**64 for key in keys.reshape(-1)] for name, keys in asked.items()}
 
 
-@pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"fuse_embedding_table": False}])
+@pytest.mark.parametrize("tier", [{}, {"gpucache": False}])
 def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
     """Counts hold each occurrence by table, in lookups and predictions: present keys, missing keys, and padding."""
     wanted = {name: collections.Counter(keys=0, hits=0, missing=0, padding=0) for name in DIMS}
@@ -820,15 +819,14 @@ def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
 
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0])
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_fused, threshold):
+def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, threshold):
     """Over a cache, counts by table hold occurrences, and each call's distinct keys in the cache and in no tier."""
     names = ("keys", "padding", "distinct", "hits", "misses", "missing")
     wanted, cached = (
         {name: collections.Counter(dict.fromkeys(names, 0)) for name in DIMS},
         {name: set() for name in DIMS},
     )
-    options = {"gpucacheper": 0.9, "hit_rate_threshold": threshold, "fuse_embedding_table": is_fused}
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": threshold}
     model = model_of(folders, max_batch_size=12, dense_file=artifacts[0], **options)
     rng = np.random.default_rng(0)
     with open(config_of(model), warm_up=False) as session:

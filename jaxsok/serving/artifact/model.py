@@ -1,4 +1,4 @@
-"""The files of an exported model: its programs and a manifest. Loads one, and calls it with tables and inputs."""
+"""The files of an exported model: its program and a manifest. Loads one, and calls it with tables and inputs."""
 
 import dataclasses
 import functools
@@ -29,9 +29,7 @@ from jaxsok.types import MAX_DIM
 FORMAT = "jaxsok-model"
 VERSION = 1
 MANIFEST = "model.json"
-PROGRAMS = {"program": "model.stablehlo", "unfused": "model_unfused.stablehlo"}
-"""The file of each program, by its entry in the manifest. An unfused one makes a call for each input of a lookup; it is
-there only where it is another one."""
+PROGRAM = "model.stablehlo"  # earlier versions wrote another one, with a call for each input; it is not read
 
 
 class ArtifactError(ServingError):
@@ -56,7 +54,6 @@ class ServedModel:
     """The folder that it was read from."""
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Any = dataclasses.field(repr=False)  # jitted; takes arrays of tables, numbers, words and leaves
-    _unfused: Any = dataclasses.field(repr=False)  # the same with a call for each input of a lookup
 
     @property
     def is_per_sample(self) -> bool:
@@ -69,7 +66,7 @@ class ServedModel:
         return tuple((table, names) for table, names in self.lookups.items() if names)
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
-        """Runs the model; gives arrays by name. Its lookups are fused if `tables.is_fused`.
+        """Runs the model; gives arrays by name.
 
         Args:
           tables: include those that it needs, of any number of rows; on one device, where it runs.
@@ -96,18 +93,12 @@ class ServedModel:
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
         """Runs the program over what `read` or `pad` gave; results have a row for each of its samples."""
-        program, operands = self._bind(tables)
-        out = program(*operands, leaves)
+        out = self._program(*self._bind(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
     def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
         """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
-        program, operands = self._bind(tables)
-        program.lower(*operands, leaves).compile()
-
-    def unfuse(self) -> "ServedModel":
-        """Returns the model whose lookups make a call for each input, whatever the tables say."""
-        return dataclasses.replace(self, _program=self._unfused)
+        self._program.lower(*self._bind(tables), leaves).compile()
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Returns the shapes of the program's inputs, from what `sizes` gives."""
@@ -132,13 +123,13 @@ class ServedModel:
         """Takes the rows of padding samples from results of `run`."""
         return {name: value[:num_samples] if self.outputs[name].is_batched else value for name, value in out.items()}
 
-    def _bind(self, tables: FrozenTables) -> tuple[Any, tuple[Any, ...]]:
-        """Chooses the program for some tables, and gives its operands but the inputs."""
+    def _bind(self, tables: FrozenTables) -> tuple[Any, ...]:
+        """Gives the operands of the program but the inputs."""
         require_tables("call", tables, on_device=True)
         numbers_of_stores, *of_tables = _find_tables(self._stores, tables.spec)
         stores = [tables.stores[number] for number in numbers_of_stores]
         arrays = tuple((store.index, store.counters, store.rows, store.scales) for store in stores)
-        return self._program if tables.is_fused else self._unfused, (arrays, *of_tables)
+        return arrays, *of_tables
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call (RequestError); gives the program's inputs, unpadded, and the batch size."""
@@ -166,17 +157,14 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     op, path = "load_model", pathlib.Path(path)
     export = jax_export(op)
     manifest = _read_manifest(op, path)
-    programs = {}
-    for entry, file in ((entry, path / name) for entry, name in PROGRAMS.items() if entry in manifest):
-        program = bytearray(_read_program(op, file, manifest[entry]))
-        try:
-            programs[entry] = export.deserialize(program)
-        except Exception as error:  # of many kinds, some of flatbuffers
-            raise ArtifactError(
-                f"{op}: {file}: got a program that JAX {jax.__version__} does not read ({error}), wanted one of its "
-                f"time; it was made by JAX {manifest['jax']}. Export again."
-            ) from error
-    exported = programs["program"]
+    program = bytearray(_read_program(op, path / PROGRAM, manifest["program"]))
+    try:
+        exported = export.deserialize(program)
+    except Exception as error:  # of many kinds, some of flatbuffers
+        raise ArtifactError(
+            f"{op}: {path / PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted one of "
+            f"its time; it was made by JAX {manifest['jax']}. Export again."
+        ) from error
     platforms = tuple(exported.platforms)
     device = device_or_default(device)
     here = {"gpu": "cuda"}.get(device.platform, device.platform)
@@ -195,9 +183,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{op}: {path / MANIFEST}: got {error}, wanted what export_model writes.") from error
     library.register()
-    fused = jax.jit(exported.call)
-    unfused = jax.jit(programs["unfused"].call) if "unfused" in programs else fused
-    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, fused, unfused)
+    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, jax.jit(exported.call))
 
 
 def jax_export(op: str) -> Any:
@@ -278,27 +264,24 @@ def _store_from_json(store: Mapping[str, Any]) -> tuple[FrozenTable, ...]:
 _NAME = text(".+", "a name")
 _AXIS: manifests.Check = lambda size: (text() if isinstance(size, str) else integer())(size)  # noqa: E731
 _TABLE = entries({"name": _NAME, "default": manifests.number})  # `InitialRows.from_json` checks what it reads
-_PROGRAM = entries({"bytes": integer(), "sha256": text()})
 _MODEL = entries(
     {
         "jax": text(),
         "inputs": list_of(entries({"name": _NAME, "kind": manifests.one_of(tuple(inputs_lib.KINDS))})),
         "outputs": list_of(entries({"name": _NAME, "shape": list_of(_AXIS), "dtype": text()})),
         "stores": list_of(entries({"dim": integer(1, MAX_DIM), "dtype": text(), "tables": list_of(_TABLE)})),
-        "program": _PROGRAM,
+        "program": entries({"bytes": integer(), "sha256": text()}),
     },
-    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME))), "unfused": _PROGRAM},
+    {"lookups": manifests.by_name(manifests.optional(list_of(_NAME)))},
 )  # the schema of a manifest; the rest of an input is checked where it is made
 
 
-def write_files(path: pathlib.Path, programs: Mapping[str, bytes], manifest: dict[str, Any]) -> None:
-    """Writes the programs, by their entries, and the manifest into a temporary folder, which then gets its name."""
-    for entry, program in programs.items():
-        manifest = {**manifest, entry: {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
+def write_files(path: pathlib.Path, program: bytes, manifest: Mapping[str, Any]) -> None:
+    """Writes the program and the manifest into a temporary folder, which then gets its name."""
+    manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
     with published.new_folder("export_model", path) as folder:
-        for entry, program in programs.items():
-            (folder / PROGRAMS[entry]).write_bytes(program)
+        (folder / PROGRAM).write_bytes(program)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 

@@ -1,6 +1,5 @@
 """Exporting: a Flax module or a function becomes one program, which takes tables and inputs of any size."""
 
-import functools
 import os
 import pathlib
 import sys
@@ -16,7 +15,7 @@ from jaxsok.features import Bags
 from jaxsok.kernels import library
 from jaxsok.serving.artifact import key_paths
 from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
-from jaxsok.serving.artifact.model import PROGRAMS, jax_export, manifest_of, write_files
+from jaxsok.serving.artifact.model import jax_export, manifest_of, write_files
 from jaxsok.serving.errors import require_table
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables, require_tables
 from jaxsok.shards import without_mesh
@@ -56,9 +55,6 @@ def export_model(
 ) -> None:
     """Writes a model for serving: one program for every batch size and tables of every number of rows.
 
-    Where the model reads several inputs in one lookup, a second program makes a call for each. `FrozenTables.is_fused`,
-    or `fuse_embedding_table` of a configuration, says which of the two runs.
-
     Args:
       path: a new folder, which appears complete or not at all.
       model: a function of (tables, inputs by name), a module of Flax NNX, or one of Linen. A module is called with the
@@ -80,7 +76,7 @@ def export_model(
       with any other result is called with each request as it is, and compiled for each size that comes.
 
     Cost:
-      The model is traced twice, and lowered for each program; dense parameters are in both files.
+      The model is traced once, and lowered for each platform.
 
     Example:
       >>> import tempfile
@@ -109,9 +105,9 @@ def export_model(
     export, function = jax_export(op), _function_of(op, model, variables)
     stores = tables.spec.stores
 
-    def program(is_fused: bool, arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
+    def program(arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
         spec = _TracedSpec(stores, numbers, words)
-        bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), spec, is_fused)
+        bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), spec)
         inner = dict(given)
         for name, leaves in given.items():
             if isinstance(leaves, tuple):
@@ -120,24 +116,21 @@ def export_model(
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
     shapes = _argument_shapes(export, tables, inputs)
-    jitted = {entry: jax.jit(functools.partial(program, entry == "program")) for entry in PROGRAMS}
-    traced = {entry: function.trace(*shapes).jaxpr for entry, function in jitted.items()}
-    if str(traced["program"]) == str(traced["unfused"]):
-        del jitted["unfused"]
-    options = {"platforms": tuple(dict.fromkeys(platforms)), "disabled_checks": checks}
-    exported = {entry: export.export(function, **options)(*shapes) for entry, function in jitted.items()}
-    if (num_devices := exported["program"].nr_devices) != 1:
+    jitted = jax.jit(program)
+    platforms = tuple(dict.fromkeys(platforms))
+    exported = export.export(jitted, platforms=platforms, disabled_checks=checks)(*shapes)
+    if exported.nr_devices != 1:
         raise ValueError(
-            f"{op}: model: got one for {num_devices} devices, wanted one for a single device: it has arrays or "
+            f"{op}: model: got one for {exported.nr_devices} devices, wanted one for a single device: it has arrays or "
             "shardings of a mesh; pass its parameters through jax.device_get, and leave constraints of sharding out."
         )
     try:
-        serialized = {entry: bytes(program.serialize()) for entry, program in exported.items()}
+        serialized = bytes(exported.serialize())
     except (OverflowError, ValueError) as error:
         wanted = "wanted one below 2 GB"
         raise ValueError(f"{op}: model: got one that jax.export cannot write ({error}), {wanted}.") from error
-    lookups = _lookups(traced["program"], shapes, tables, inputs)
-    write_files(path, serialized, {**manifest_of(exported["program"], tables, inputs), "lookups": lookups})
+    lookups = _lookups(jitted.trace(*shapes).jaxpr, shapes, tables, inputs)
+    write_files(path, serialized, {**manifest_of(exported, tables, inputs), "lookups": lookups})
 
 
 def _lookups(

@@ -130,13 +130,14 @@ class _Reader:
         if not isinstance(given, Mapping):
             self.refuse("", given, "an object with supportlonglong and models")
         top = self.block("", given, values_lib.TOP_KEYS)
+        self.note_unfused("", given)
         if not top["models"]:
             self.refuse("models", [], "at least one model")
         of_block = {name: self.block(name, top[name], keys) for name, keys in values_lib.DATABASE_KEYS.items()}
         volatile_db = _make(VolatileDb, of_block["volatile_db"]) if "volatile_db" in given else Config.volatile_db
         persistent_db = _make(PersistentDb, of_block["persistent_db"])
         update_source = _make(UpdateSource, of_block["update_source"])
-        models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
+        models = tuple(self.model(f"models[{i}]", model) for i, model in enumerate(top["models"]))
         self.check_distinct([model.model for model in models], "models[{}].model", "models[{}]", "rename one of them")
         if volatile_db.type == persistent_db.type == "disabled":
             for i, model in enumerate(models):
@@ -146,7 +147,6 @@ class _Reader:
         return Config(
             models=models,
             supportlonglong=top["supportlonglong"],
-            fuse_embedding_table=top["fuse_embedding_table"],
             volatile_db=volatile_db,
             persistent_db=persistent_db,
             update_source=update_source,
@@ -226,6 +226,11 @@ class _Reader:
         for key in set(given.get(name, ())) - {"type"}:
             self.note_no_effect(f"{name}.{key}", given[name][key], reason)
 
+    def note_unfused(self, path: str, given: Mapping[str, Any]) -> None:
+        if given.get("fuse_embedding_table") is False:
+            reason = "one call looks up all tables of a request, and its bits are those of a call for each"
+            self.note_no_effect(_join(path, "fuse_embedding_table"), False, reason)
+
     def check_updates(self, given: Mapping[str, Any], updates: UpdateSource) -> None:
         """Refuses a stream without a server; notes keys that set nothing without a stream."""
         if updates.type is None:
@@ -270,7 +275,7 @@ class _Reader:
             reason = "without a database HPS answers default values; here all rows are on the device"
             self.notes.append(f"{path}: {reason}.")
 
-    def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
+    def model(self, path: str, given: Mapping[str, Any]) -> ModelConfig:
         values = self.block(path, given, values_lib.MODEL_KEYS)
         values["tables"] = self.tables(path, values)
         self.refuse_remote(f"{path}.dense_file", values["dense_file"])
@@ -282,12 +287,7 @@ class _Reader:
         if interval != got:
             self.notes.append(f"{path}.refresh_interval: got {got:g}, read as {interval}: whole seconds, as in HPS.")
         self.resolve_row_dtype(path, values)
-        if given.get("fuse_embedding_table") and top["fuse_embedding_table"] is False:
-            reason = "the key of the whole configuration is false, and a model can only opt out"
-            self.note_no_effect(f"{path}.fuse_embedding_table", True, reason)
-            values["fuse_embedding_table"] = False
-        elif "fuse_embedding_table" not in given:
-            values["fuse_embedding_table"] = top["fuse_embedding_table"]
+        self.note_unfused(path, given)
         model = _make(ModelConfig, values)
         if model.is_split and model.tier != "device":
             remedy = "a split table lies on its devices; set gpucacheper to 1.0, or serve replicas of a cache"
@@ -380,12 +380,11 @@ def _freeze(value: Any) -> Any:
 
 
 def _json_of(config: Config) -> dict[str, Any]:
-    fused = {} if config.fuse_embedding_table is None else {"fuse_embedding_table": config.fuse_embedding_table}
     models = []
     for model in config.models:
         lists = {key: [getattr(table, field) for table in model.tables] for key, field in values_lib.PER_TABLE.items()}
         models.append({**_keys_of(model), **lists})
-    found: dict[str, Any] = {"supportlonglong": config.supportlonglong, **fused, "models": models}
+    found: dict[str, Any] = {"supportlonglong": config.supportlonglong, "models": models}
     # Defaults that depend on the machine are written out.
     partitions = ("num_partitions",) if config.volatile_db.type == "redis_cluster" else ()
     for name, always in (("volatile_db", ("type", *partitions)), ("persistent_db", ("path",)), ("update_source", ())):

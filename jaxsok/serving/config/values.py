@@ -99,9 +99,6 @@ class ModelConfig:
     """Whether opening fills the cache; see `cache_refresh_percentage_per_iteration`."""
     fp8_quant: bool = declare(keys.BOOL, False)
     """Whether rows of a static model become float8_e4m3fn (`row_dtype`)."""
-    fuse_embedding_table: bool | None = declare(keys.BOOL, None)
-    """True: one call looks up all tables of a request. None: the configuration's value, else True: answers are the
-    same to the bit, without HPS's restrictions (disjoint keys, all tables in each request)."""
     row_dtype: str | None = declare(keys.among(DTYPES), None, block="jaxsok")
     """The dtype of rows on the device; None: as in the files."""
     spare_rows: int = declare(keys.COUNT, 0, block="jaxsok")
@@ -138,10 +135,6 @@ class ModelConfig:
     @property
     def is_refreshed(self) -> bool:
         return self.tier == "cache" and self.refresh_interval > 0 and self.cache_refresh_percentage_per_iteration > 0
-
-    @property
-    def is_fused(self) -> bool:
-        return self.fuse_embedding_table is not False
 
     @property
     def max_keys(self) -> dict[str, int]:
@@ -227,8 +220,6 @@ class Config:
     """At least one; names differ."""
     supportlonglong: bool
     """True: keys have 64 bits. False: 32 bits, unsigned; keys of files are cut to them, as in HPS, others refused."""
-    fuse_embedding_table: bool | None = None
-    """The value for models that have none; see `ModelConfig.fuse_embedding_table`."""
     volatile_db: VolatileDb = VolatileDb("parallel_hash_map")
     """The default is for a configuration without the block; a block without a type is "disabled", as in HPS."""
     persistent_db: PersistentDb = PersistentDb()
@@ -267,9 +258,8 @@ class Config:
                 "host": f"rows in {where}",
             }[model.tier]
             devices = f"device{'s' * (len(model.devices) > 1)} {', '.join(map(str, model.devices))}"
-            fused = "one call for all tables" if model.is_fused else "one call for each table"
             lines.append(
-                f'model "{model.model}": {tier}; {"split over " * model.is_split}{devices}; {fused}; at most '
+                f'model "{model.model}": {tier}; {"split over " * model.is_split}{devices}; at most '
                 f"{model.max_batch_size} samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
         if self.update_source.type:
@@ -283,6 +273,7 @@ PER_TABLE = {field.metadata["name"]: field.name for field in dataclasses.fields(
 MODEL_KEYS: Keys = {
     **keys.keys_of(TableConfig),
     **keys.keys_of(ModelConfig),
+    "fuse_embedding_table": Key(keys.BOOL),  # at both levels; False has no effect
     "enable_pagelock": Key(keys.BOOL, False),  # True is refused for a static model, and has no effect elsewhere
     **without_effect("the exported model tells its own inputs", keys.COUNT, "maxnum_des_feature_per_sample"),
     **without_effect("a refresh takes one buffer", keys.COUNT, "num_of_refresher_buffer_in_pool"),

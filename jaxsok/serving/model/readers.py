@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -80,7 +80,7 @@ class _Programs(abc.ABC):
     is_warmed_up = False
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config, self._is_fused = config, config.is_fused
+        self._config = config
         self.ready: Ready[Prediction] = Ready(self._compile)
         num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
         # The numbers of samples that programs are made for before requests come.
@@ -90,10 +90,6 @@ class _Programs(abc.ABC):
     def place_of(self, version: Version) -> Any: ...  # what the programs of a version are compiled for, as a value
     @abc.abstractmethod
     def _compile(self, place: Any, program: Prediction) -> None: ...
-
-    def _calls_for(self, names: Iterable[str]) -> list[tuple[str, ...]]:
-        """Gives the tables of each call for a request of some tables."""
-        return [tuple(names)] if self._is_fused else [(name,) for name in names]
 
     def _padding(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields a request of padding in all tables for each level."""
@@ -163,28 +159,16 @@ class DeviceRows(_Programs):
             return Stores(parts)
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        names, asked = self._ask(tuple(keys))
+        mine = [keys[name] for name in names]
         with self._versions.reading() as version:  # nothing is written into its arrays before this ends
             kept, stores = self._kept
             if kept is not version:  # an update is about to end
                 stores = self._describe(version)
-            found = [self._look_up(stores, names, keys) for names in self._calls_for(keys)]
-        if len(found) == 1:
-            values, counts = found[0]
-        else:
-            values = {name: rows for mine, _ in found for name, rows in mine.items()}
-            counts = tuple(keys), np.concatenate([lines for _, (_, lines) in found])
-        return values, version.number, counts
-
-    def _look_up(
-        self, stores: Stores, given: tuple[str, ...], keys: Mapping[str, np.ndarray]
-    ) -> tuple[dict[str, np.ndarray], Counts]:
-        names, asked = self._ask(given)
-        mine = [keys[name] for name in names]
-        rows, counts = self._reader.lookup(stores, asked, mine)
+            rows, counts = self._reader.lookup(stores, asked, mine)
         values = dict(zip(names, rows, strict=True))
-        if names != given:
-            values = {name: values[name] for name in given}
-        return values, (names, _count_keys([array.size for array in mine], counts[:, _HITS_AND_MISSING]))
+        counts = _count_keys([array.size for array in mine], counts[:, _HITS_AND_MISSING])
+        return {name: values[name] for name in keys}, version.number, (names, counts)
 
     def _ask(self, given: tuple[str, ...]) -> tuple[tuple[str, ...], Asked]:
         """Describes the tables of a request, as the reader takes them."""
@@ -265,12 +249,8 @@ class CachedRows(_Programs):
         return self.cache.num_bytes
 
     def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
-        while True:
-            parts = [self.cache.lookup({name: keys[name] for name in names}) for names in self._calls_for(keys)]
-            versions = {part.version for part in parts}
-            if len(versions) == 1:  # else an update came between two tables
-                rows = {name: rows for part in parts for name, rows in part.rows.items()}
-                return rows, versions.pop(), _padding_of(keys)
+        found = self.cache.lookup(keys)
+        return found.rows, found.version, _padding_of(keys)
 
     def predict(self, read: ReadInputs) -> Found:
         served = self._versions.current.served
@@ -302,9 +282,7 @@ class CachedRows(_Programs):
         if self._config.is_filled_at_start:
             self.cache.fill()
         if warm_up:
-            self.cache.warm_up(
-                {name: keys[name].size for name in names} for keys in self._padding() for names in self._calls_for(keys)
-            )
+            self.cache.warm_up({name: array.size for name, array in keys.items()} for keys in self._padding())
             for keys in self._padding():
                 self.lookup(keys)
             self.num_warm_ups = self.cache.stats().lookups

@@ -420,7 +420,6 @@ def load_dense_model(
 ) -> artifact.ServedModel:
     """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
     served = artifact.load_model(path, device)
-    served = served if config.is_fused else served.unfuse()
     what = f'{op}: model "{config.model}": dense_file: "{path}"'
     require_fit(f"{what}: tables", served.tables.values(), tables)
     if config.is_split:
@@ -488,8 +487,7 @@ def load_tables(
 ) -> FrozenTables:
     """Loads the tables of a model of an HPS configuration, for programs that need no session.
 
-    All rows go to the device, wherever the configuration has them, in its dtypes and with its defaults. `is_fused` is
-    what `fuse_embedding_table` says; `lookup`, the layers of `jaxsok.serving` and exported models act on it.
+    All rows go to the device, wherever the configuration has them, in its dtypes and with its defaults.
 
     Args:
       config: the path of an HPS JSON file, its parsed content, or a `Config`.
@@ -514,5 +512,4 @@ def load_tables(
     for name in tables or ():
         errors.require_table(op, name, by_name, f'model "{chosen.model}"')
     given = [_open_table(chosen, by_name[name], whole.key_bits, op) for name in tables or by_name]
-    loaded, _ = freeze_records(given, spare_rows=chosen.spare_rows, device=device)
-    return dataclasses.replace(loaded, is_fused=chosen.is_fused)
+    return freeze_records(given, spare_rows=chosen.spare_rows, device=device)[0]
