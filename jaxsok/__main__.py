@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -383,9 +384,10 @@ def _declare_freeze(parser: argparse.ArgumentParser) -> None:
 
 
 def _freeze(options: argparse.Namespace) -> str:
-    from jaxsok import serving
+    from jaxsok import published, serving
     from jaxsok.serving.model import served
 
+    published.require_new("freeze", options.folder)  # the tables may be large
     share = options.device_share
     given = served.open_for_export("freeze", options.source, options.model, options.dtype, hotness=share < 1)
     tables, _ = serving.freeze_records(given, device_share=share)
@@ -400,7 +402,7 @@ def _flags(options: argparse.Namespace) -> str:
 
     back_end = "cuda" if options.cuda else "cpu"
     folder, include = library.require(back_end).parent, pathlib.Path(__file__).parent / "include"
-    return f"-I{include} -L{folder} -Wl,-rpath,{folder} -ljaxsok_{back_end}"
+    return shlex.join([f"-I{include}", f"-L{folder}", f"-Wl,-rpath,{folder}", f"-ljaxsok_{back_end}"])
 
 
 def _find_demo() -> ModuleType:

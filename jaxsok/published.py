@@ -51,11 +51,16 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
     sync(path.absolute().parent)
 
 
+def require_new(op: str, path: str | os.PathLike[str]) -> None:
+    """Refuses a path that is taken (FileExistsError)."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
+
+
 @contextlib.contextmanager
 def new_folder(op: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a folder to fill, and publishes it; FileExistsError: the path is taken. After an error nothing is left."""
-    if os.path.lexists(path):
-        raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
+    require_new(op, path)
     folder = unfinished_path(path, secrets.token_hex(8))
     try:
         folder.mkdir(parents=True)

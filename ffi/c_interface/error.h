@@ -2,6 +2,7 @@
 #ifndef JAXSOK_C_INTERFACE_ERROR_H_
 #define JAXSOK_C_INTERFACE_ERROR_H_
 
+#include <locale>
 #include <sstream>
 #include <string>
 
@@ -18,6 +19,7 @@ struct Error {
 template <typename... Parts>
 [[noreturn]] void Refuse(jaxsok_status status, const Parts&... parts) {
   std::ostringstream text;
+  text.imbue(std::locale::classic());  // the program may have set one that groups digits
   (text << ... << parts);
   throw Error{status, text.str()};
 }

@@ -83,8 +83,10 @@ class OpenFile {
     descriptor_ = folder.Open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor_ < 0) {
       const int error = errno;
+      const bool has_most = error == EMFILE || error == ENFILE;
       Refuse(JAXSOK_NO_FOLDER, "jaxsok_open: file \"", path_, "\": got \"", std::strerror(error), "\", wanted ", wanted,
-             "; write the folder with `python -m jaxsok freeze`, and let this process read it.");
+             has_most ? "; close files, or raise their limit (ulimit -n)."
+                      : "; write the folder with `python -m jaxsok freeze`, and let this process read it.");
     }
     struct stat status;
     if (fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
@@ -117,8 +119,9 @@ class OpenFile {
     const int kind = is_copied ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_PRIVATE;
     void* data = mmap(nullptr, size, PROT_READ | (is_copied ? PROT_WRITE : 0), kind, is_copied ? -1 : descriptor_, 0);
     if (data == MAP_FAILED) {
-      Refuse(JAXSOK_NO_MEMORY, "jaxsok_open: file \"", path_, "\": got \"", std::strerror(errno), "\", wanted ", size,
-             " bytes of memory; free some, or raise the limits of the process (ulimit -v).");
+      Refuse(
+          JAXSOK_NO_MEMORY, "jaxsok_open: file \"", path_, "\": got \"", std::strerror(errno), "\", wanted ", size,
+          " bytes of memory; free some, or raise the limits of memory (ulimit -v) or of mappings (vm.max_map_count).");
     }
     FileMemory memory(data, size);
     if (is_copied) {

@@ -189,7 +189,8 @@ class BatchReader {
     if (feature.num_keys < 0) RefuseFeature("num_keys", feature.num_keys, ", wanted 0 or more");
     CheckRange("first_key", feature.first_key, feature.num_keys, key_end, batch_.num_keys);
     if (feature.num_bags < 0 || feature.num_bags > kMost - kBagsPerTile - store.bag_start) {
-      RefuseFeature("num_bags", feature.num_bags, ", wanted 0 or more, below 2^31 for tables of one dim and dtype");
+      RefuseFeature("num_bags", feature.num_bags, ", wanted 0 to ", kMost - kBagsPerTile - store.bag_start,
+                    ", which all features of tables of one dim and dtype share");
     }
     const bool has_bags = feature.combiner != JAXSOK_ROWS;
     const bool is_ragged = feature.first_offset != -1, is_weighted = feature.first_weight != -1;
@@ -252,8 +253,8 @@ class BatchReader {
     int64_t before = 0;
     for (int64_t b = 0; b <= feature.num_bags; ++b) {
       if (offsets[b] < before || offsets[b] > feature.num_keys) {
-        RefuseFeature("first_offset", "offset ", offsets[b], " of bag ", b, ", wanted ", before, " to ",
-                      feature.num_keys, ": offsets rise, and stay within the keys of the feature");
+        RefuseFeature("first_offset", "offset ", offsets[b], " at ", b, " of ", feature.num_bags + 1, ", wanted ",
+                      before, " to ", feature.num_keys, ": offsets rise, and stay within the keys of the feature");
       }
       before = offsets[b];
     }
@@ -283,10 +284,12 @@ const char* jaxsok_error(void) { return jaxsok::last_error.c_str(); }
 
 int32_t jaxsok_open(const char* folder, int32_t device, uint32_t flags, jaxsok_tables** tables) {
   return jaxsok::Guarded("jaxsok_open", [&] {
+    if (tables != nullptr) *tables = nullptr;
     if (folder == nullptr || tables == nullptr) {
       Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_open: ", folder == nullptr ? "folder" : "tables",
              ": got NULL, wanted a pointer.");
     }
+    if (*folder == '\0') Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_open: folder: got \"\", wanted the path of a folder.");
     if ((flags & ~(JAXSOK_UNVERIFIED | JAXSOK_IN_MEMORY)) != 0) {
       Refuse(JAXSOK_BAD_ARGUMENT, "jaxsok_open: flags: got ", flags,
              ", wanted 0, JAXSOK_UNVERIFIED, JAXSOK_IN_MEMORY, or both.");

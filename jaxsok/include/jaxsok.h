@@ -47,7 +47,7 @@ typedef enum jaxsok_status {
 typedef enum jaxsok_combiner {
   JAXSOK_ROWS = 0, /* no bags: every key reads its own row */
   JAXSOK_SUM = 1,
-  JAXSOK_MEAN = 2, /* the sum divided by the number of keys, or by the sum of their weights */
+  JAXSOK_MEAN = 2, /* the sum divided by the number of keys, or by the sum of their weights; zeros if that is 0 */
   JAXSOK_SQRTN = 3 /* the sum divided by the square root of that number, or of the sum of the squared weights */
 } jaxsok_combiner;
 
@@ -98,7 +98,7 @@ JAXSOK_API const char* jaxsok_error(void);
 /* Opens a folder. `device`: the number of the GPU; 0 with libjaxsok_cpu.so. `flags`: 0, or the bits above.
  * Cost: reads every file once, for its checksum; libjaxsok_cuda.so also copies it to the GPU, but for the rows that
  * were frozen to stay in host memory (`device_share`): those it copies to pinned memory, which the GPU reads. `*tables`
- * is set only on success. */
+ * is NULL if it fails. */
 JAXSOK_API int32_t jaxsok_open(const char* folder, int32_t device, uint32_t flags, jaxsok_tables** tables);
 
 /* Releases tables and all that they hold; NULL is ignored. It waits for lookups that still run on a stream. */

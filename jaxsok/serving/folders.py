@@ -137,7 +137,8 @@ def to_frozen(what: str, source: TableSource, dtype: Any = None, default: float 
     if isinstance(absent, str):
         raise ServingError(
             f'{what}: got no number, and in training of "{source.path}" a key without a row reads {absent}, which '
-            "served tables cannot work out; wanted the number that they serve."
+            "served tables cannot work out; wanted the number that they serve: default_value_for_each_table of a "
+            'configuration that names the folder, or unknown="zeros" in training.'
         )
     if default is not None:
         source = dataclasses.replace(source, unknown=None)  # what the files say does not count

@@ -27,7 +27,7 @@ from jaxsok.operations import check_placed
 from jaxsok.records import Records, hottest_rows, round_to
 from jaxsok.serving import quantize
 from jaxsok.serving.devices import device_or_default
-from jaxsok.serving.errors import require_table
+from jaxsok.serving.errors import ServingError, require_table
 from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.shards import without_mesh
@@ -350,7 +350,7 @@ def freeze_records(
                 check_records("freeze_records", table, records)
                 row_ids = row_map.place(number, records.keys)
                 is_written[row_ids[row_ids < num_hot]] = True
-                store = write_rows(store, table, row_ids, records.rows)
+                store = write_rows(store, table, row_ids, records)
                 if uses is None or records.frequency is None:
                     uses = None
                 else:
@@ -378,20 +378,28 @@ def _without_rows(records: Records) -> Records:
     return dataclasses.replace(records, rows=np.zeros((records.num_rows, 1), np.float32), state={})
 
 
-def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray) -> FrozenStore:
+def write_rows(store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, records: Records) -> FrozenStore:
     """Writes rows of any float dtype into a donated store, as its table stores them; the last of a row id counts."""
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
         last.sort()
-        row_ids, rows = row_ids[last], rows[last]
-    return write_lines(store, row_ids, lines_of(table, rows))
+        row_ids, records = row_ids[last], Records(records.keys[last], records.rows[last])
+    return write_lines(store, row_ids, lines_of(table, records))
 
 
-def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
+def lines_of(table: FrozenTable, records: Records) -> tuple[np.ndarray, ...]:
+    """Rounds or quantizes rows as a table stores them, with scales if quantized (ServingError: not finite)."""
     if not table.is_quantized:
-        return (round_to(rows, jnp.dtype(table.dtype)),)
-    return quantize.quantize_rows(np.asarray(rows, np.float32), table.dtype)
+        return (round_to(records.rows, jnp.dtype(table.dtype)),)
+    with np.errstate(over="ignore"):
+        rows = np.asarray(records.rows, np.float32)
+    is_finite = np.isfinite(rows).all(axis=1)
+    if not is_finite.all():
+        raise ServingError(
+            f'table "{table.name}": key {records.keys[is_finite.argmin()]}: got a row with NaN or infinity, wanted '
+            f"finite numbers for {table.dtype}, which scales each row. Repair it, or serve the table in float32."
+        )
+    return quantize.quantize_rows(rows, table.dtype)
 
 
 def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray]) -> FrozenStore:

@@ -1,6 +1,7 @@
 """The command line: arguments passed on, refusals, and its start from any folder."""
 
 import pathlib
+import shlex
 import subprocess
 import sys
 import types
@@ -8,6 +9,7 @@ import types
 import pytest
 
 from jaxsok import __main__ as command_line
+from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -54,6 +56,16 @@ def test_names_that_the_locale_cannot_encode(tmp_path):
     environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert "\\xe9t\\xe9" in found.stdout
+
+
+def test_flags_are_words_of_a_shell(monkeypatch, capsys, tmp_path):
+    """Also where the package lies in a folder with a space in its name."""
+    folder = tmp_path / "with a space"
+    monkeypatch.setattr(library, "require", lambda back_end: folder / f"libjaxsok_{back_end}.so")
+    assert command_line.main(["flags"]) == 0
+    include, path, run_path, name = shlex.split(capsys.readouterr().out)
+    assert (path, run_path, name) == (f"-L{folder}", f"-Wl,-rpath,{folder}", "-ljaxsok_cpu")
+    assert pathlib.Path(include.removeprefix("-I"), "jaxsok.h").is_file()
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -237,8 +237,9 @@ def test_the_command_freezes_what_a_session_serves(source, tmp_path, capsys):
         wanted = session.lookup({"user": keys, "item": keys})
         got = tables.lookup(Request("user", keys), Request("item", keys))
     assert_same_bits(got, [wanted["user"], wanted["item"]])
-    assert command_line.main(["freeze", path, str(tmp_path / "tables")]) == 2
-    assert "exists, wanted a new folder" in capsys.readouterr().err
+    for source in (path, str(tmp_path / "nowhere")):  # before anything is read
+        assert command_line.main(["freeze", source, str(tmp_path / "tables")]) == 2
+        assert "exists, wanted a new folder" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_names_no_table(tmp_path, capsys):
@@ -688,11 +689,12 @@ def test_opens_that_are_refused(folder):
     assert "device: got 1, wanted 0: this is libjaxsok_cpu.so" in refusal(folder, BAD_ARGUMENT, device=1)
     assert "flags: got 4, wanted 0, JAXSOK_UNVERIFIED" in refusal(folder, BAD_ARGUMENT, flags=4)
     found, pointer = load(), ctypes.c_void_p(7)
-    assert found.jaxsok_open(None, 0, 0, ctypes.byref(pointer)) == BAD_ARGUMENT
+    assert found.jaxsok_open(None, 0, 0, ctypes.byref(pointer)) == BAD_ARGUMENT and pointer.value is None
     assert found.jaxsok_error() == b"jaxsok_open: folder: got NULL, wanted a pointer."
     assert found.jaxsok_open(b"x", 0, 0, None) == BAD_ARGUMENT
-    assert found.jaxsok_open(b"x", 0, 0, ctypes.byref(pointer)) == NO_FOLDER
-    assert pointer.value == 7
+    assert found.jaxsok_open(b"x", 0, 0, ctypes.byref(pointer)) == NO_FOLDER and pointer.value is None
+    assert found.jaxsok_open(b"", 0, 0, ctypes.byref(pointer)) == BAD_ARGUMENT
+    assert found.jaxsok_error() == b'jaxsok_open: folder: got "", wanted the path of a folder.'
     found.jaxsok_close(None)
     assert found.jaxsok_num_tables(None) == -1 and found.jaxsok_find_table(None, b"x") == -1
     assert found.jaxsok_lookup(None, None, None) == BAD_ARGUMENT
@@ -710,7 +712,7 @@ BAD_BATCHES = {
     "many bags": ({"num_bags": 2**62}, r"num_bags: got 4611686018427387904"),
     "offsets beyond": ({"num_bags": 4}, r"first_offset: got 0 with 5 from there, wanted them between 0 and 4"),
     "offsets before": ({"first_offset": -2}, r"first_offset: got -2"),
-    "offsets fall": ({"num_bags": 2, "first_offset": 1}, r"first_offset: got offset 1 of bag 2, wanted 5 to 6"),
+    "offsets fall": ({"num_bags": 2, "first_offset": 1}, r"first_offset: got offset 1 at 2 of 3, wanted 5 to 6"),
     "weights beyond": ({"first_weight": 1}, r"first_weight: got 1 with 6"),
     "weights before": ({"first_weight": -3}, r"first_weight: got -3"),
     "no divisor": ({"first_offset": -1, "num_bags": 4}, r"num_bags: got 4, wanted a divisor of 6"),

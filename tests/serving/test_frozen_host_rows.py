@@ -126,8 +126,8 @@ def test_rows_are_written_where_they_lie(dtype, data):
         known = np.concatenate([records["user"].keys, np.arange(5000, 5005, dtype=np.uint64)])
         keys = known[np.array(places)]
         rows = np.random.default_rng(number).normal(size=(len(keys), 6)).astype(np.float32)
-        store = frozen.write_rows(store, table, row_map.place(0, keys), rows)
-        on_device = frozen.write_rows(on_device, table, other_map.place(0, keys), rows)
+        store = frozen.write_rows(store, table, row_map.place(0, keys), Records(keys, rows))
+        on_device = frozen.write_rows(on_device, table, other_map.place(0, keys), Records(keys, rows))
 
     def with_index(tables, store, row_map):
         index, counters = row_map.index(jax.devices()[0])

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from jaxsok.serving import quantize
+from jaxsok import Records
+from jaxsok.serving import frozen, quantize
+from jaxsok.serving.errors import ServingError
 
 CODES = {
     "int8": np.arange(-127, 128).astype(np.int8),
@@ -116,3 +118,6 @@ def test_not_finite(dtype, bad):
     rows[3, 1] = bad
     with pytest.raises(ValueError, match=r"quantize_rows: rows: got .* in row 3, column 1, wanted finite numbers"):
         quantize.quantize_rows(rows, dtype)
+    source = frozen.SizedRecords(5, [Records(np.arange(10, 15, dtype=np.uint64), rows)])
+    with pytest.raises(ServingError, match='table "item": key 13: got a row with NaN or infinity, wanted finite'):
+        frozen.freeze_records([(frozen.FrozenTable("item", 3, dtype=dtype), source)])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok import published
 from jaxsok.features import Bags
 from jaxsok.kernels import library
 from jaxsok.serving.artifact import key_paths
@@ -96,8 +97,7 @@ def export_model(
       [[2.0], [10.0], [0.0]]
     """
     op, path = "export_model", pathlib.Path(path)
-    if os.path.lexists(path):
-        raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
+    published.require_new(op, path)
     require_tables(op, tables, on_device=True)
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
         raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")

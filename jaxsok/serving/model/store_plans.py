@@ -168,7 +168,7 @@ class StorePlan:
             start = 0
             for records in change.pieces():
                 some = slice(start, start := start + records.num_rows)
-                yield row_ids[some], lines_of(change.table, records.rows)
+                yield row_ids[some], lines_of(change.table, records)
 
     def write(self, device: Any, is_in_place: bool) -> FrozenStore:
         """Makes the next version, of a copy of the rows; in place, or if none changes, of the rows that are there."""
