@@ -34,6 +34,7 @@ from jaxsok import (
     specs as specs_lib,
     stacking,
     table_export,
+    table_import,
 )
 from jaxsok.caches import CacheStats
 from jaxsok.checks import LARGEST_FLOAT32
@@ -785,8 +786,10 @@ class Collection:
                 f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
         how = {"clock": clock_of("import_table", clock), "num_rows": num_rows, "reset_state": reset_state}
+        resolved = operations.locate("import_table", self, table)
+        self.growth.forget()  # its bound on the rows in use holds for steps alone
         held = Held(state)
-        operations.import_table("import_table", self, held, table, chunks, **how)
+        table_import.import_table(self.stores, held, resolved, chunks, **how)
         return held.state
 
     @annotations.annotate("jaxsok.num_rows")

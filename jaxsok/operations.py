@@ -6,7 +6,7 @@ store that it changes; inside a jitted step it is a part of that program.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, get_args
 
 import jax
@@ -27,7 +27,6 @@ from jaxsok import (
     policies,
     processes,
     table as table_lib,
-    table_import,
     tickets,
 )
 from jaxsok.caches import CacheStats
@@ -36,7 +35,7 @@ from jaxsok.features import Batch, Features
 from jaxsok.growth import GrowthTracker, keys_at_most, keys_of_total
 from jaxsok.interrupts import Held
 from jaxsok.kernels import table as kernels
-from jaxsok.records import Records, convert_to
+from jaxsok.records import convert_to
 from jaxsok.shards import Shards
 from jaxsok.specs import FeatureSpec, StoreSpec, TableRef, TableSpec
 from jaxsok.store import State, StoreState
@@ -145,24 +144,6 @@ def evict(
     names, none = tuple(spec.name for spec in collection.tables), jnp.zeros((), jnp.uint32)
     evicted = jnp.stack([counts.get(name, none) for name in names])
     return dataclasses.replace(state, stores=stores), evict_lib.Evicted(evicted, names)
-
-
-def import_table(
-    op: str,
-    collection: Declared,
-    held: Held[State],
-    table: str,
-    chunks: Iterable[Records],
-    *,
-    clock: Any = None,
-    num_rows: int | None = None,
-    reset_state: bool = False,
-) -> None:
-    """Enters records into a table of the state in `held`; see `Collection.import_table`."""
-    found = locate(op, collection, table)
-    collection.growth.forget()  # its bound on the rows in use holds for steps alone
-    how = {"clock": clock, "num_rows": num_rows, "reset_state": reset_state}
-    table_import.import_table(collection.stores, held, found, chunks, **how)
 
 
 def grow(

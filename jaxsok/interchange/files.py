@@ -15,10 +15,10 @@ from typing import IO, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import checks, keys as keys_lib, published
+from jaxsok import checks, keys as keys_lib, published, table_import
 from jaxsok.collection import Collection
 from jaxsok.interrupts import Held
-from jaxsok.operations import check_placed, import_table
+from jaxsok.operations import check_placed, locate
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec
 from jaxsok.store import State
@@ -390,8 +390,10 @@ def import_all(
     held = Held(state)
     with held.kept_on_errors(f"{op}: the state was donated, and is changed: the tables before this one are there."):
         for table, read in chunks.items():
-            how = {"num_rows": read.num_rows, "reset_state": reset_state}
-            import_table(op, collection, held, table, read, **how)
+            resolved = locate(op, collection, table)
+            collection.growth.forget()  # its bound on the rows in use holds for steps alone
+            how = {"clock": None, "num_rows": read.num_rows, "reset_state": reset_state}
+            table_import.import_table(collection.stores, held, resolved, read, **how)
     return held.state
 
 

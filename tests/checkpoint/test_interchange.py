@@ -18,7 +18,8 @@ from interchange_cases import BFLOAT16, by_key, folder, hps_bytes, make_records,
 from serving_cases import INITIALIZERS, TRACED, declare_untrained
 
 import jaxsok
-from jaxsok.interchange import columns, files, hps, npz, sok
+from jaxsok import table_import
+from jaxsok.interchange import columns, hps, npz, sok
 from jaxsok.records import Records
 
 KEYS = st.integers(0, 2**64 - 2)
@@ -627,14 +628,14 @@ def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
     """Ctrl-C comes once the caller's state was donated to the first table."""
     collection = collection_of(1)
     hps.save(collection, train_twice(collection), tmp_path, defaults=0.0)
-    enter = files.import_table
+    enter = table_import.import_table
 
-    def interrupt(op, collection, held, table, *args, **options):
-        if table == "item":
+    def interrupt(specs, held, table, *args, **options):
+        if table.declared.name == "item":
             raise KeyboardInterrupt
-        enter(op, collection, held, table, *args, **options)
+        enter(specs, held, table, *args, **options)
 
-    monkeypatch.setattr(files, "import_table", interrupt)
+    monkeypatch.setattr(table_import, "import_table", interrupt)
     with pytest.raises(KeyboardInterrupt) as info:
         hps.load(collection, collection.init(), tmp_path)
     assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
