@@ -30,9 +30,8 @@ def next_capacity(
     spec: StoreSpec, capacity: int, needed: int, free: int | None, host_share: HostLimit | None = None
 ) -> int:
     """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`."""
-    limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-    wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
-    gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
+    wanted = min(spec.most_rows, max(needed, int(capacity * GROWTH_FACTOR)))
+    gentle = min(spec.most_rows, max(needed, int(capacity * GENTLE_FACTOR)))
     return wanted if fits([(spec, wanted - capacity)], free, host_share) else gentle
 
 

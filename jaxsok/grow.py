@@ -133,7 +133,7 @@ class _Bounds:
     def is_short(self, s: int) -> bool:
         bound = self.tracker.bound(s)
         # A restored store may be larger than its limit.
-        room = min(self.capacities[s], self.tracker.specs[s].max_capacity or MAX_CAPACITY)
+        room = min(self.capacities[s], self.tracker.specs[s].most_rows)
         return self._may_change(s) and (bound is None or bound + self.coming.positions[s] > room)
 
     def is_crowded(self, s: int) -> bool:
@@ -144,7 +144,7 @@ class _Bounds:
     def is_fresh(self, s: int) -> bool:
         """Returns whether nothing was inserted yet, so that the first batch may say how large the store begins."""
         tracker, spec = self.tracker, self.tracker.specs[s]
-        enough = min(FIRST_CALLS * self.coming.positions[s], spec.max_capacity or MAX_CAPACITY)
+        enough = min(FIRST_CALLS * self.coming.positions[s], spec.most_rows)
         is_first = tracker.num_calls == 1 and tracker.known[s] == (0, tracker.allowed[s]) and bool(self.coming.features)
         return is_first and self.capacities[s] < enough and not _admits_by_chance(spec)
 
@@ -354,15 +354,15 @@ def _rows_to_grow_to(
             tired[s] = tracker.num_in_use(s) + CALLS_AT_ONCE * positions[s]
     room = agree_on_room([specs[s] for s in (*tired, *first)], tracker.shards)
     for s, enough in first.items():
-        rows, limit = capacities[s], min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
+        rows, limit = capacities[s], specs[s].most_rows
         shares = FIRST_SHARE * len(specs)
         while rows < min(limit, enough) and fits([(specs[s], shares * (2 * rows - capacities[s]))], *room):
             rows *= 2
         if rows > capacities[s]:
             wanted[s] = max(wanted.get(s, 0), min(rows, limit))
     for s, rows in tired.items():
-        limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        if fits([(specs[s], 2 * (min(rows, limit) - capacities[s]))], *room):  # in half of the memory
+        more = min(rows, specs[s].most_rows) - capacities[s]
+        if fits([(specs[s], 2 * more)], *room):  # in half of the memory
             wanted[s] = rows
             tracker.num_counts[s] = 0
     return wanted

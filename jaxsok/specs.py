@@ -446,7 +446,7 @@ class StoreSpec:
         asked = not_none(self.memory).device_rows
         asked = 0.1 if asked is None else asked
         slots = math.ceil(asked * self.capacity) if isinstance(asked, float) else -(-asked // self.num_shards)
-        return min(slots, self.max_capacity or MAX_CAPACITY)
+        return min(slots, self.most_rows)
 
     @property
     def keeps_statistics(self) -> bool:
@@ -499,6 +499,11 @@ class StoreSpec:
         """Rows of a shard at most; None: until memory ends."""
         limits = [table.max_capacity for table in self.tables]
         return None if None in limits else min(self.rows_of_shard(limits), MAX_CAPACITY)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a shard at most: its `max_capacity`, else `MAX_CAPACITY`."""
+        return self.max_capacity or MAX_CAPACITY
 
     def rows_of_shard(self, rows: Sequence[int]) -> int:
         """Returns the rows of a shard with which the tables together have room for `rows` each."""

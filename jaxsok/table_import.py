@@ -26,7 +26,7 @@ from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableRef
 from jaxsok.store import State, StoreState, with_store
 from jaxsok.table_export import default_chunk_rows
-from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, Clock, TableFullError
+from jaxsok.types import COUNTERS, COUNTS, PADDING_KEY, Clock, TableFullError
 
 LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
 SALTS = 3  # tried for a chunk, at most, if keys find no entry in the index
@@ -262,7 +262,7 @@ class _Import:
             pieces = self._pieces({"keys": arrays["keys"]}, dealt)
             absent = [_count_absent(self.table, self.store, piece["keys"]) for piece in pieces]
             asked = sum(self.shards.read(counts).astype(np.int64) for counts in absent)
-        needed, limit = int((self.in_use + asked).max()), self.spec.max_capacity or MAX_CAPACITY
+        needed, limit = int((self.in_use + asked).max()), self.spec.most_rows
         if needed > max(limit, self.capacity):
             names = ", ".join(f'"{table.name}"' for table in self.spec.tables)
             raise TableFullError(

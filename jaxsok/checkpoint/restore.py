@@ -24,7 +24,7 @@ from jaxsok.plan import partitions_of
 from jaxsok.specs import TableRef, name_word
 from jaxsok.store import State
 from jaxsok.table_import import rows_in_use
-from jaxsok.types import MAX_CAPACITY, NUM_PARTITIONS, TableFullError
+from jaxsok.types import NUM_PARTITIONS, TableFullError
 
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 
@@ -207,8 +207,7 @@ def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], 
         capacity = state.stores[s].capacity // spec.num_shards
         if needed > capacity:
             capacities[s] = needed
-        limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-        with_step = max(needed, min(limit, needed + _keys_of_step(collection, s, needed)))
+        with_step = max(needed, min(spec.most_rows, needed + _keys_of_step(collection, s, needed)))
         if is_new and with_step > capacity:
             roomy[s] = with_step
     room = enlarge.agree_on_room([collection.stores[s] for s in roomy], collection.shards)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jaxsok
-from jaxsok import enlarge, grow, host_limits, processes, shards, store, types
+from jaxsok import enlarge, grow, host_limits, processes, shards, specs as specs_lib, store, types
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -174,7 +174,7 @@ def grow_beyond_all_limits(monkeypatch):
     monkeypatch.setattr(enlarge, "free_bytes", lambda: None)
     collection = item()
     collection.batch({"item": np.arange(8)})
-    for module in (enlarge, grow):
+    for module in (specs_lib, grow):
         monkeypatch.setattr(module, "MAX_CAPACITY", 8)
     collection.grow(collection.init(), steps=2)
 
