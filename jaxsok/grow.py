@@ -89,11 +89,11 @@ def grow(
         tracker.num_grown += growth.num_stores
         tracker.signature = capacities_of(held.state)
     elif not (rests or tracker.under_way) and (bounds.is_due or bounds.is_any_half_used()):
-        summary = request_counters(held.state, specs[0].num_shards, shards)
+        summary = request_counters(held.state, shards)
         tracker.under_way.append((summary, list(tracker.allowed)))
     if untaken is not None and not (is_ahead and held.state.drains):
         if decided.looking and summary is None:
-            summary = request_counters(held.state, specs[0].num_shards, shards)
+            summary = request_counters(held.state, shards)
         _take(tracker, untaken, decided.looking, summary)
 
 
@@ -171,17 +171,16 @@ def _look(bounds: _Bounds, state: State, rests: bool) -> Seen | None:
     Returns the present ones if a store must change, else None.
     """
     tracker, stores = bounds.tracker, range(len(bounds.capacities))
-    shards, num_shards = tracker.shards, tracker.specs[0].num_shards
     is_unplaced = False
     if rests:
         # No wait. It saves waits later, and does not change what is decided.
-        is_unplaced = _learn(bounds, read_counters(state, num_shards, shards))
+        is_unplaced = _learn(bounds, read_counters(state, tracker.shards))
     while tracker.under_way and (bounds.is_due or bounds.is_any_short()):
         summary, allowed = tracker.under_way.popleft()
         is_unplaced |= _learn(bounds, summary(), allowed)
     if not (is_unplaced or bounds.is_any_short() or any(map(bounds.is_fresh, stores))):
         return None
-    seen = read_counters(state, num_shards, shards)
+    seen = read_counters(state, tracker.shards)
     tracker.num_waits += 1
     _learn(bounds, seen)
     return seen
@@ -293,7 +292,7 @@ def _decide_late(
             return _Decided({}, [], is_blind=True)
         if bound is None:
             tracker.num_waits += not is_at_rest(state, tracker.shards)
-            tracker.set_look(s, read_counters(state, specs[s].num_shards, tracker.shards).num_rows[s])
+            tracker.set_look(s, read_counters(state, tracker.shards).num_rows[s])
             bound = not_none(tracker.late_bound(s))
         if bound + coming.positions[s] > limit:
             full[s] = _Need(reserve, limit + reserve)
@@ -407,7 +406,7 @@ def _evict(
             tracker.set_look(s, left[s])
         return
     # How many have expired is known only now.
-    tracker.learn(read_counters(held.state, specs[0].num_shards, shards), tracker.allowed)
+    tracker.learn(read_counters(held.state, shards), tracker.allowed)
     tracker.num_waits += 1
     for s, need in full.items():
         in_use = tracker.num_in_use(s)

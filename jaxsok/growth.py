@@ -270,13 +270,13 @@ def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
     return tuple(store.counters for store in state.stores), state.num_refused
 
 
-def read_counters(state: State, num_shards: int, shards: Shards) -> Seen:
+def read_counters(state: State, shards: Shards) -> Seen:
     """Reads the counters; waits for the steps under way."""
     if shards.num_processes > 1:
-        return request_counters(state, num_shards, shards)()
+        return request_counters(state, shards)()
     counters, refused = _words_of(state)
     words = np.concatenate([np.asarray(array) for array in (*counters, refused)])
-    return Seen.of(words, len(counters), num_shards)
+    return Seen.of(words, len(counters), shards.num_shards)
 
 
 def is_at_rest(state: State, shards: Shards) -> bool:
@@ -284,8 +284,8 @@ def is_at_rest(state: State, shards: Shards) -> bool:
     return shards.num_processes == 1 and all(store.counters.is_ready() for store in state.stores)
 
 
-def request_counters(state: State, num_shards: int, shards: Shards) -> Summary:
+def request_counters(state: State, shards: Shards) -> Summary:
     """Asks for the counters of all stores as they are after the steps under way."""
     arriving, num_stores = _summary(_words_of(state), shards), len(state.stores)
     arriving.copy_to_host_async()
-    return functools.cache(lambda: Seen.of(np.asarray(arriving), num_stores, num_shards))
+    return functools.cache(lambda: Seen.of(np.asarray(arriving), num_stores, shards.num_shards))

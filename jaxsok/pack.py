@@ -584,13 +584,12 @@ class Packer(HostPacker):
         return dataclasses.replace(packing.batch, features=dataclasses.replace(features, stores=tuple(stores)))
 
     def pack_by_numpy(self, raw: Mapping[str, Any], pad_to: int | None, is_split: bool) -> Batch:
-        """Packs a batch feature by feature, or raises; `is_split`: for all shards of this process."""
+        """Packs a checked batch feature by feature, or raises; `is_split`: for all shards of this process."""
         mask: Any = None
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self._features, pad_to)
         if is_split:
             return split_lib.pack_for_shards(raw, self._stores, self._features, self._tag, self._shards, mask)
-        raw_features.require_features(raw, self._features)
         stores = jax.tree.map(jnp.asarray, raw_features.pack_stores(raw, self._stores, self._features))
         rest = raw_features.rest_of(raw, self._features)
         return Batch(Features(stores, self._tag, self._num_shards), rest, None if mask is None else jnp.asarray(mask))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxsok import checks, keys as keys_lib, raw_features
+from jaxsok import keys as keys_lib, raw_features
 from jaxsok.features import Bags, Batch, Features, StoreFeatures, bags_of
 from jaxsok.raw_features import offsets_of
 from jaxsok.shards import Shards
@@ -32,7 +32,6 @@ def pack_for_shards(
     mask: np.ndarray | None = None,
 ) -> Batch:
     """Packs this process's part of a batch for its shards; entries with a row per sample are split alike."""
-    raw_features.require_features(raw, features)
     if any(_is_on_device(raw[spec.name]) for spec in features):
         return _pack_on_device(raw, stores, features, tag, shards)
     numbers = shards.local()
@@ -65,8 +64,6 @@ def split_rest(
 
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
     """Adds samples without keys up to `pad_to`, and zeros to entries with a row per sample; marks real samples."""
-    checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
-    raw_features.require_features(raw, features)
     counts: dict[str, int] = {}
     padded = dict(raw)
     for spec in features:
