@@ -56,6 +56,17 @@ def join_records(parts: Sequence[Records]) -> Records:
     )
 
 
+def make_batch(schema: Any, *columns: np.ndarray) -> Any:
+    """Makes Arrow's record batch of `[num_rows]` and `[num_rows, dim]`; arrays that lie in one piece are not copied."""
+    import pyarrow as pa
+
+    arrays = []
+    for field, column in zip(schema, columns, strict=True):
+        flat = pa.array(np.ascontiguousarray(column).reshape(-1))
+        arrays.append(flat if column.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, type=field.type))
+    return pa.record_batch(arrays, schema=schema)
+
+
 def round_to(rows: np.ndarray, dtype: Any) -> np.ndarray:
     """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite."""
     if rows.dtype == dtype:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxsok import checks, manifests, published
 from jaxsok.checks import not_none
-from jaxsok.records import Records
+from jaxsok.records import Records, make_batch
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
@@ -121,16 +121,6 @@ class TableForm:
             column_of(batch, "last_step") if self.statistics else None,
             column_of(batch, "frequency") if self.statistics else None,
         )
-
-
-def make_batch(schema: Any, *columns: np.ndarray) -> Any:
-    """Makes a record batch of `[num_rows]` and `[num_rows, dim]`; arrays that lie in one piece are not copied."""
-    pa = arrow()
-    arrays = []
-    for field, column in zip(schema, columns, strict=True):
-        flat = pa.array(np.ascontiguousarray(column).reshape(-1))
-        arrays.append(flat if column.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, type=field.type))
-    return pa.record_batch(arrays, schema=schema)
 
 
 def column_of(batch: Any, name: str) -> np.ndarray:

@@ -28,6 +28,7 @@ from jaxsok.collection import Collection
 from jaxsok.keys import from_words
 from jaxsok.operations import check_placed
 from jaxsok.plan import partitions_of
+from jaxsok.records import make_batch
 from jaxsok.shards import read_on_host
 from jaxsok.specs import StoreSpec, TableSpec, name_word
 from jaxsok.store import State
@@ -348,7 +349,7 @@ class _Tables:
             keys, counts = waiting_in(self.collection.stores[piece.store], piece.arrays, number)
             if keys.size:
                 file = self._file(form.name, manifest_lib.WAITING, schema)
-                file.write(files.make_batch(schema, keys, counts), files.ALL_PARTITIONS)
+                file.write(make_batch(schema, keys, counts), files.ALL_PARTITIONS)
 
     def _write_bloom(self, piece: Piece) -> None:
         if piece.store not in self.bloom:
@@ -364,7 +365,7 @@ class _Tables:
         size, schema = max(1, self.saving.options.bytes_of_piece // keys.itemsize), files.keys_schema(False)
         for start in range(0, keys.size, size):
             file = self._file(table, manifest_lib.TOMBSTONES, schema)
-            file.write(files.make_batch(schema, keys[start : start + size]), files.ALL_PARTITIONS)
+            file.write(make_batch(schema, keys[start : start + size]), files.ALL_PARTITIONS)
 
     def _file(self, table: str, kind: str, schema: Any) -> files.BatchFile:
         if (table, kind) not in self.open:

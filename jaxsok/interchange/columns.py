@@ -24,7 +24,7 @@ from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import Form, RecordChunks, RecordsIn
 from jaxsok.keys import from_words, to_words
-from jaxsok.records import Records
+from jaxsok.records import Records, make_batch
 from jaxsok.store import State
 
 Format = Literal["parquet", "arrow"]
@@ -221,16 +221,9 @@ def _schema(form: Form) -> Any:
 
 
 def _batch(chunk: Records, schema: Any) -> Any:
-    import pyarrow as pa
-
-    def lists(array: np.ndarray) -> Any:
-        numbers = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-        flat = pa.array(np.ascontiguousarray(numbers).reshape(-1))
-        return pa.FixedSizeListArray.from_arrays(flat, max(1, array.shape[1]))
-
-    arrays = [pa.array(chunk.keys), lists(chunk.rows), *(lists(array) for array in chunk.state.values())]
-    arrays += [pa.array(array) for array in (chunk.last_step, chunk.frequency) if array is not None]
-    return pa.record_batch(arrays, schema=schema)
+    rows = chunk.rows.astype(np.float32) if chunk.rows.dtype.name == "bfloat16" else chunk.rows
+    statistics = [array for array in (chunk.last_step, chunk.frequency) if array is not None]
+    return make_batch(schema, chunk.keys, rows, *chunk.state.values(), *statistics)
 
 
 def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
