@@ -87,11 +87,6 @@ class StatsWindow:
         """Waits until all that was pushed has arrived."""
         jax.block_until_ready([step.words for step in self._steps])
 
-    @property
-    def num_arrived(self) -> int:
-        """Steps in the sums: at most `num_steps`."""
-        return min(len(self._list_arrived()), self.num_steps)
-
     def sums(self) -> dict[str, dict[str, int]]:
         """Returns the counts by table over the steps in the window, as `Stats.to_dict`; empty before any arrived."""
         steps = self._list_arrived()
