@@ -65,8 +65,9 @@ def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
             if state.suffix != ".partial":
                 # The width is dim, unless the size shows another and is not some rows of dim: SOK leaves out rows that
                 # were never trained. The reader says what to do then.
-                width, rest = divmod(Header.of(state).num_numbers, num_rows)
-                is_other = not rest and (width == 1 or Header.of(state).num_numbers % dim)
+                num_numbers = Header.of(state).num_numbers
+                width, rest = divmod(num_numbers, num_rows)
+                is_other = not rest and (width == 1 or num_numbers % dim)
                 widths[state.name.removeprefix(f"{prefix}-")] = width if is_other else dim
         optimizer = {end: end for end in widths} or None
         tables[header.table or prefix] = {"dim": dim, "optimizer": optimizer, "widths": widths}
