@@ -52,7 +52,6 @@ from jaxsok.operations import (
     check_state,
     clock_of,
     lineage_of,
-    no_tickets,
 )
 from jaxsok.plan import Loads, Plan
 from jaxsok.printed import join_items
@@ -63,6 +62,7 @@ from jaxsok.stats import Stats
 from jaxsok.steps import Steps
 from jaxsok.store import State, init_stores
 from jaxsok.strategy import strategy_of
+from jaxsok.tickets import no_tickets
 
 Plans = Plan | Sequence[Plan]
 PlanGradients = Mapping[str, Array] | Sequence[Mapping[str, Array]]
@@ -202,7 +202,7 @@ class Collection:
             stores = with_host_slabs(self.stores, stores, shards)
         state = State(
             stores=stores,
-            tickets=no_tickets(self.shards),
+            tickets=shards.make(no_tickets, shards.num_shards),
             step=step,
             seed=seed_words,
             partition_owners=owners,

@@ -27,7 +27,6 @@ from jaxsok import (
     policies,
     processes,
     table as table_lib,
-    tickets,
 )
 from jaxsok.caches import CacheStats
 from jaxsok.checks import not_none
@@ -434,11 +433,6 @@ def specs_of(shards: Shards, state: State) -> Any:
 def lineage_of(shards: Shards, words: np.ndarray) -> Array:
     """Puts a lineage on the devices; by a program, since NumPy's memory is not donated."""
     return shards.make(jnp.array, operands=(words,), is_split=False)
-
-
-def no_tickets(shards: Shards) -> Array:
-    """Returns the tickets of a new state: no plan is open."""
-    return shards.make(tickets.no_tickets, shards.num_shards)
 
 
 def _is_deleted(array: Any) -> bool:

@@ -275,18 +275,13 @@ def _scale(lines: Array, scales: Float32[Array, " num_bags"], layout: FeatureLay
 # Updates -------------------------------------------------------------------------------------------------------------
 
 
-def _scaled_gradients(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> Float32[Array, "num_bags dim"]:
-    """Returns the gradients of all bags, divided as their embeddings were."""
-    part, scales = plan.features.stores[s], plan.uses_of(s).scales
-    of_features = zip(gradients_by_bag(spec, part, gradients), part.layouts, strict=True)
-    return concatenate([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
-
-
 def _to_owners(
     exchange: Exchange, spec: StoreSpec, plan: Plan, gradients: Gradients, s: int
 ) -> Float32[Array, "num_bags_of_all dim"]:
-    """Sends the gradients of all bags to all shards."""
-    lines = _scaled_gradients(spec, plan, gradients, s)
+    """Sends the gradients of all bags, divided as their embeddings were, to all shards."""
+    part, scales = plan.features.stores[s], plan.uses_of(s).scales
+    of_features = zip(gradients_by_bag(spec, part, gradients), part.layouts, strict=True)
+    lines = concatenate([_scale(grads.reshape(-1, spec.dim), scales, layout) for grads, layout in of_features])
     return exchange_lib.send_rows(lines, exchange.spec.gradients, exchange.all_gather).astype(jnp.float32)
 
 

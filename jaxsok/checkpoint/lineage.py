@@ -13,9 +13,10 @@ from jaxsok import lives, processes
 from jaxsok.checkpoint.files import LOG
 from jaxsok.collection import Collection
 from jaxsok.lives import Life
-from jaxsok.operations import lineage_of, no_tickets
+from jaxsok.operations import lineage_of
 from jaxsok.shards import read_on_host
 from jaxsok.store import State
+from jaxsok.tickets import no_tickets
 
 
 def entry_of(state: State) -> dict[str, Any]:
@@ -26,13 +27,14 @@ def entry_of(state: State) -> dict[str, Any]:
 
 def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any], *, is_exact: bool) -> State:
     """Begins a life for a state made of a folder; `is_exact`: a delta on it is what changes from here on."""
-    words = processes.draw_words("load", is_shared=collection.shards.num_processes > 1)
+    shards = collection.shards
+    words = processes.draw_words("load", is_shared=shards.num_processes > 1)
     saved, ancestors = manifest.get("lineage"), ()
     if is_exact and saved is not None:
         ancestors = (*((name, order) for name, order in saved["ancestors"]), (saved["word"], saved["order"]))
     lives.IN_THIS_PROCESS.begin(words, words, ancestors)
-    lineage = lineage_of(collection.shards, words)
-    return dataclasses.replace(state, lineage=lineage, tickets=no_tickets(collection.shards))
+    tickets = shards.make(no_tickets, shards.num_shards)
+    return dataclasses.replace(state, lineage=lineage_of(shards, words), tickets=tickets)
 
 
 def check(op: str, collection: Collection, state: State, folder: Any, manifest: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ def unshared_error(op: str, folder: Any, process: int, other: int) -> FileNotFou
     )
 
 
-def join_parts(op: str, folder: Any) -> dict[str, Any]:
+def join_parts(op: str, folder: Any) -> None:
     """Joins the parts of all processes to the manifest, and removes them; FileNotFoundError: one is missing."""
     first = _read(op, _part_of(folder, 0), _PART)
     others = range(1, first["num_processes"])
@@ -78,7 +78,6 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
     temporary = folder / f"{NAME}.writing"
     write_and_sync(temporary, _seal(whole))
     temporary.rename(folder / NAME)
-    return whole
 
 
 def read(op: str, folder: Any) -> dict[str, Any]:
