@@ -33,6 +33,9 @@ Embeddings = dict[str, Array]
 StoreRead = tuple[StoreState, Found, list[Array]]
 """A store after its rows were read, the result for its plan, and the embedding of each feature."""
 
+StoreLookup = tuple[StoreState, Found, list[Array], Digest]
+"""The same after a whole lookup, and the digest of the keys."""
+
 _INSERTED, _FOUND = COUNTS.index("num_inserted"), COUNTS.index("num_found")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
 _UNADMITTED = COUNTS.index("num_unadmitted")
@@ -45,8 +48,14 @@ class Reader:
     spec: StoreSpec
     features: StoreFeatures
     seed: Seed
-    is_find: bool = False
-    """True if the lookup changes nothing."""
+    step: Clock | None
+    """None in a `find`, which changes nothing."""
+    clock: Clock | None
+
+    @property
+    def is_find(self) -> bool:
+        """True if the lookup changes nothing."""
+        return self.step is None
 
     @property
     def words(self) -> np.ndarray:
@@ -128,6 +137,9 @@ class Reader:
 class Here(Reader):
     """A lookup in a store whose rows are all here."""
 
+    asked: Distinct | None
+    """The distinct keys, where they were planned; None: all keys."""
+
     @annotations.annotate_store
     def find(self, store: StoreState) -> tuple[Found, list[Array]]:
         """Looks up and changes nothing."""
@@ -138,33 +150,35 @@ class Here(Reader):
             counts, values = kernels.lookup_find(store, self.reading(self.spec.table_words()))
         return _without_row_ids(counts), values
 
-    def lookup(
-        self, store: StoreState, distinct: Distinct | None, step: Clock, clock: Clock
-    ) -> tuple[StoreState, Found, list[Array], Digest]:
-        """Looks up in one call if possible; also returns the digest of the keys."""
-        if distinct is None and not self.reads_traced and self.spec.memory is None:
-            return self._lookup_fused(store, step, clock)
-        return *self.read(*self.index(store, distinct, step, clock)), tickets_digest(self.features.keys)
+    def lookup(self, store: StoreState) -> StoreLookup:
+        """Looks up in one call if possible."""
+        if self.asked is None and not self.reads_traced and self.spec.memory is None:
+            return self._lookup_fused(store)
+        return *self.read(*self.index(store)), self.digest()
 
     @annotations.annotate_store
-    def _lookup_fused(self, store: StoreState, step: Clock, clock: Clock) -> tuple[StoreState, Found, list, Digest]:
-        reading, deciding = self.reading(self.spec.table_words()), admission.operands(self.spec, step)
-        store, out = kernels.lookup(store, reading, deciding, clock if self.spec.keeps_statistics else None)
+    def _lookup_fused(self, store: StoreState) -> StoreLookup:
+        spec, clock = self.spec, self.clock if self.spec.keeps_statistics else None
+        reading, deciding = self.reading(spec.table_words()), admission.operands(spec, not_none(self.step))
+        store, out = kernels.lookup(store, reading, deciding, clock)
         return store, Found(out.row_ids, out.counts, _rounds(0)), out.embeddings, out.digest
 
+    def digest(self) -> Digest:
+        """Returns the digest of the keys."""
+        return tickets_digest(self.features.keys)
+
     @annotations.annotate_store
-    def index(
-        self, store: StoreState, distinct: Distinct | None, step: Clock, clock: Clock
-    ) -> tuple[StoreState, Found]:
-        """Finds or inserts the rows of the keys, or (`distinct`) of each distinct key once; counts these alone."""
+    def index(self, store: StoreState) -> tuple[StoreState, Found]:
+        """Finds or inserts the rows of the keys, or of each distinct key in `asked` once; counts these alone."""
+        distinct = self.asked
         if distinct is None:
             keys, table_ids, uses = self.features.keys, self.table_ids, None
         else:
             keys, table_ids, uses = distinct.unique, distinct.unique_tables, distinct.multiplicity.astype(jnp.uint32)
         store, row_ids, counts = table.find_or_insert(
-            self.spec, store, self.seed, keys, table_ids, step=step, uses=uses
+            self.spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
         )
-        store = table.touch(self.spec, store, row_ids, uses, clock)
+        store = table.touch(self.spec, store, row_ids, uses, not_none(self.clock))
         if distinct is not None:
             row_ids = row_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
         return store, Found(row_ids, counts, _rounds(0))
@@ -203,39 +217,53 @@ class _Outcome(NamedTuple):
 class Owner(Reader):
     """A lookup through the exchange: the owner of some keys answers the other shards, and combines what comes back."""
 
-    _: dataclasses.KW_ONLY
+    asked: Requests
     exchange: Exchange
-    step: Clock | None = None
-    """None in a `find`, which inserts nothing."""
-    clock: Clock | None = None
 
-    def lookup(self, store: StoreState, asked: Requests) -> StoreRead:
+    def find(self, store: StoreState) -> tuple[Found, list[Array]]:
+        """Looks up and changes nothing."""
+        _, found, values, _ = self.lookup(store)
+        return found, values
+
+    def lookup(self, store: StoreState) -> StoreLookup:
         """Looks up one store."""
-        if asked.listed is None:
-            return self.read(asked, *self.index(store, asked))
+        read = self.read(*self.index(store)) if self.asked.listed is None else self._lookup_listed(store)
+        return *read, self.digest()
+
+    def digest(self) -> Digest:
+        """Returns the digest of the keys of all shards."""
+        return self.asked.digest
+
+    @annotations.annotate_store
+    def _lookup_listed(self, store: StoreState) -> StoreRead:
+        """Looks up in one round if it has room for all requests, else in several."""
+        asked = self.asked
 
         def one_round(all_asked: Sequence[Requests]) -> _Outcome:
             (asked,) = all_asked
-            outcome = self._read_by_xla(asked, *self.index(store, asked), may_lack_rows=False)
+            after, row_ids, counts = self._find_rows(store, asked.received)
+            outcome = self._read_by_xla(asked, after, Found(row_ids, counts, _rounds(1)), may_lack_rows=False)
             return outcome._replace(has_row=jnp.zeros(not_none(asked.listed).lines.shape[0], bool))
 
         def rounds(before: _Outcome) -> _Outcome:
-            return self._lookup_in_rounds(before.store, asked)
+            return self._lookup_in_rounds(before.store)
 
         outcome = exchange_lib.in_one_round_or_more([asked], one_round, rounds)
         num_rounds = _rounds(exchange_lib.num_rounds_of(asked.load[0, 0], asked.send_capacity))
         return outcome.store, Found(outcome.row_ids, outcome.counts, num_rounds, outcome.has_row), outcome.values
 
-    def index(self, store: StoreState, asked: Requests) -> tuple[StoreState, Found]:
+    @annotations.annotate_store
+    def index(self, store: StoreState) -> tuple[StoreState, Found]:
         """Finds or inserts rows of requests that came in one round; counts requests, not yet the keys of the batch."""
-        store, row_ids, counts = self._find_rows(store, asked.received)
+        store, row_ids, counts = self._find_rows(store, self.asked.received)
         return store, Found(row_ids, counts, _rounds(1))
 
-    def read(self, asked: Requests, store: StoreState, found: Found) -> StoreRead:
+    @annotations.annotate_store
+    def read(self, store: StoreState, found: Found) -> StoreRead:
         """Does the rest of a lookup: sends the rows that `index` found, and combines them."""
         if self._fits_windows():
-            return self._read_in_windows(asked, store, found)
-        read = self._read_by_xla(asked, store, found, may_lack_rows=True)
+            return self._read_in_windows(store, found)
+        read = self._read_by_xla(self.asked, store, found, may_lack_rows=True)
         return read.store, Found(read.row_ids, read.counts, found.num_rounds), read.values
 
     def _read_by_xla(self, asked: Requests, store: StoreState, found: Found, *, may_lack_rows: bool) -> _Outcome:
@@ -247,9 +275,9 @@ class Owner(Reader):
         )
         return _Outcome(store, values, counts, found.row_ids, None)
 
-    def _lookup_in_rounds(self, store: StoreState, asked: Requests) -> _Outcome:
+    def _lookup_in_rounds(self, store: StoreState) -> _Outcome:
         """Looks up a store in several rounds. All requests arrive first, so that row ids are those of one round."""
-        spec = self.spec
+        spec, asked = self.spec, self.asked
         route, listed = self.exchange.route(spec, asked.send_capacity), not_none(asked.listed)
         capacity = asked.send_capacity
         num_rounds, num_keys = exchange_lib.num_rounds_of(asked.load[0, 0], capacity), listed.lines.shape[0]
@@ -318,16 +346,16 @@ class Owner(Reader):
         is_scaled = self.exchange.spec.rows in SCALED_DTYPES
         return self.exchange.windows is not None and not (self.spec.is_replicated or is_by_xla or is_scaled)
 
-    def _read_in_windows(self, asked: Requests, store: StoreState, found: Found) -> StoreRead:
+    def _read_in_windows(self, store: StoreState, found: Found) -> StoreRead:
         """Does `read`; rows go from the store into windows, and from there into embeddings."""
-        spec, received, windows = self.spec, asked.received, not_none(self.exchange.windows)
+        spec, asked, windows = self.spec, self.asked, not_none(self.exchange.windows)
         dtype = exchange_lib.gathered_dtype(self.exchange.spec.rows, spec.dtype)
-        windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
+        windows.reserve(asked.received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
         store, view, slots = tiers.bring_rows(spec, store, self.seed, found.row_ids, keeps=not self.is_find)
         reading = self.reading(self.words, spec.embedding_dtype if dtype == spec.dtype else "float32")
         sorts_uses = not self.is_find and self.exchange.sends_sums_by_kernels(spec, self.features, asked)
         how = {"is_find": self.is_find, "dtype": dtype, "sorts_uses": sorts_uses}
-        read = kernels.lookup_window(windows.number, view, reading, received, slots, asked.slots, **how)
+        read = kernels.lookup_window(windows.number, view, reading, asked.received, slots, asked.slots, **how)
         store = tiers.give_back(store, dataclasses.replace(view, counters=read.counters))
         values = [table.round_to(value, spec.embedding_dtype) for value in read.embeddings]
         counts = self._correct_counts(read.counts, found.counts, read.num_absent)

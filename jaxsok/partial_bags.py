@@ -24,7 +24,7 @@ from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, concatenate, gradients_by_bag, join_features
 from jaxsok.kernels import lookup as lookup_kernels, plan as plan_kernels, update as update_kernels
 from jaxsok.kernels.tickets import tickets_digest
-from jaxsok.lookup import Owner, StoreRead
+from jaxsok.lookup import Owner, StoreLookup, StoreRead
 from jaxsok.plan import Found, Plan, Uses
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -161,21 +161,25 @@ def _received_batch(spec: StoreSpec, features: StoreFeatures, uses: Uses) -> _Re
 class BagsOwner(Owner):
     """A lookup in which owners sum the rows of bags that they have, and the shard of a batch adds the sums."""
 
-    def lookup(self, store: StoreState, asked: Uses) -> StoreRead:
+    asked: Uses
+
+    def lookup(self, store: StoreState) -> StoreLookup:
         """Looks up one store."""
-        return self.read(asked, *self.index(store, asked))
+        return *self.read(*self.index(store)), self.digest()
 
-    def index(self, store: StoreState, asked: Uses) -> tuple[StoreState, Found]:
+    @annotations.annotate_store
+    def index(self, store: StoreState) -> tuple[StoreState, Found]:
         """Finds or inserts the rows of the uses that arrived."""
-        store, row_ids, counts = self._find_uses(store, _received_batch(self.spec, self.features, asked))
-        padding, kept_back = asked.counts.T
+        store, row_ids, counts = self._find_uses(store, _received_batch(self.spec, self.features, self.asked))
+        padding, kept_back = self.asked.counts.T
         counts = counts.at[:, _PADDING].set(padding).at[:, _REFUSED].add(kept_back)
-        return store, Found(row_ids, counts, asked.num_rounds)
+        return store, Found(row_ids, counts, self.asked.num_rounds)
 
-    def read(self, asked: Uses, store: StoreState, found: Found) -> StoreRead:
+    @annotations.annotate_store
+    def read(self, store: StoreState, found: Found) -> StoreRead:
         """Does the rest of a lookup: sums the rows in each bag of each shard, and sends the sums."""
         spec, features, row_ids, seed = self.spec, self.features, found.row_ids, self.seed
-        received = _received_batch(spec, features, asked)
+        received = _received_batch(spec, features, self.asked)
         sums_of, lines = _batch_of_sums(spec, features)
         shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
@@ -201,7 +205,7 @@ class BagsOwner(Owner):
             )
             store = dataclasses.replace(store, counters=counters)
         values = [
-            table.round_to(_scale(value, asked.scales, layout), spec.embedding_dtype)
+            table.round_to(_scale(value, self.asked.scales, layout), spec.embedding_dtype)
             for value, layout in zip(values, features.layouts, strict=True)
         ]
         return store, found, values

@@ -90,9 +90,10 @@ class Steps:
                 found.append(lookup_lib.find_nothing(spec))
                 asked.append(None if plan.asked is None else plan.asked[s])
                 continue
-            stores[s], of_store, values, digest, requests = self.strategy.lookup(spec, s, state, plan, now)
+            reader = self.strategy.reader(spec, s, state, plan, state.step, now)
+            stores[s], of_store, values, digest = reader.lookup(state.stores[s])
             found.append(of_store)
-            asked.append(requests)
+            asked.append(reader.asked)
             digests.append(digest)
             embeddings |= lookup_lib.by_name(features, values)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
@@ -109,10 +110,11 @@ class Steps:
                 found.append(lookup_lib.find_nothing(spec))
                 stores[s] = tiers.finish_moves(stores[s])
                 continue
-            stores[s], of_store, digest = self.strategy.index(spec, s, state, plan, step)
-            stores[s] = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)
+            reader = self.strategy.reader(spec, s, state, plan, step, step)
+            stores[s], of_store = reader.index(state.stores[s])
             found.append(of_store)
-            digests.append(digest)
+            digests.append(reader.digest())
+            stores[s] = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         return state, InFlight(tuple(found), ticket, tuple(digests), plan.form())
@@ -123,7 +125,8 @@ class Steps:
         embeddings: Embeddings = {}
         for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
             if features.layouts:
-                stores[s], found[s], values = self.strategy.read(spec, s, state, plan, found[s])
+                reader = self.strategy.reader(spec, s, state, plan, state.step, state.step)  # it inserts nothing more
+                stores[s], found[s], values = reader.read(state.stores[s], found[s])
                 embeddings |= lookup_lib.by_name(features, values)
         state = dataclasses.replace(state, stores=tuple(stores))
         return embeddings, state, dataclasses.replace(plan, found=tuple(found))
@@ -150,8 +153,8 @@ class Steps:
             if not features.layouts:
                 found.append(lookup_lib.find_nothing(spec))
                 continue
-            found_in_store, values = self.strategy.find(spec, s, state, plan)
-            found.append(found_in_store)
+            of_store, values = self.strategy.reader(spec, s, state, plan).find(state.stores[s])
+            found.append(of_store)
             embeddings |= lookup_lib.by_name(features, values)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
         none = jnp.zeros((), jnp.int32)

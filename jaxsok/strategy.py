@@ -15,17 +15,13 @@ from jaxsok.checks import not_none
 from jaxsok.exchange import Exchange
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.gradients import Used
-from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.norms import Squares
-from jaxsok.plan import Found, Plan, Requests, Uses
+from jaxsok.plan import Plan, Requests, Uses
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
-from jaxsok.types import ByTable, Clock, Digest
+from jaxsok.types import ByTable, Clock
 from jaxsok.windows import windows_of
-
-StoreLookup = tuple[StoreState, Found, list[Array], Digest, Requests | Uses | None]
-"""The result of a lookup in one store: embeddings by feature, the digest of all shards' keys, and what was sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +39,12 @@ class Fused:
         distinct = [plan_lib.distinct_keys(part) if part.layouts else None for part in features.stores]
         return Plan(features, distinct=tuple(distinct))
 
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
-        """Looks up the features of a store that has some."""
+    def reader(
+        self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock | None = None, clock: Clock | None = None
+    ) -> lookup.Here:
+        """Returns the reader of a batch for a store that has features; without a step it changes nothing."""
         distinct = None if plan.distinct is None else plan.distinct[s]
-        return *_here(spec, s, state, plan).lookup(state.stores[s], distinct, state.step, clock), None
-
-    def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
-        """Does the part of `lookup` that reads no row's numbers, as of a step to come; also returns the digest."""
-        distinct = None if plan.distinct is None else plan.distinct[s]
-        indexed = _here(spec, s, state, plan).index(state.stores[s], distinct, step, step)
-        return *indexed, tickets_digest(plan.features.stores[s].keys)
-
-    def read(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
-    ) -> tuple[StoreState, Found, list[Array]]:
-        """Reads the rows that `index` found, and combines them."""
-        return _here(spec, s, state, plan).read(state.stores[s], found)
-
-    def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
-        """Looks up the features of a store and changes nothing."""
-        return _here(spec, s, state, plan, is_find=True).find(state.stores[s])
+        return lookup.Here(spec, plan.features.stores[s], state.seed, step, clock, distinct)
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
@@ -82,10 +64,6 @@ class Fused:
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
         """Returns the sum of the words of all shards, which is the same everywhere, as `same` is."""
         return self.shards.sum(words)
-
-
-def _here(spec: StoreSpec, s: int, state: State, plan: Plan, *, is_find: bool = False) -> lookup.Here:
-    return lookup.Here(spec, plan.features.stores[s], state.seed, is_find)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +100,15 @@ class Exchanged:
         met = self.exchange.windows.meeting(words)
         return jnp.minimum(words, jnp.maximum(met, jnp.uint32(0xFFFFFFFF)))
 
-    def _owner(
+    def reader(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock | None = None, clock: Clock | None = None
-    ) -> lookup.Owner:
+    ) -> lookup.Here | lookup.Owner:
+        features = plan.features.stores[s]
+        if spec.is_replicated and step is None:  # all rows are here
+            return lookup.Here(spec, features, state.seed, step, clock, None)
         kind = partial_bags.BagsOwner if spec.sends_bags else lookup.Owner
-        of_batch = spec, plan.features.stores[s], self._after_meeting(state.seed), step is None
-        return kind(*of_batch, exchange=self.exchange, step=step, clock=clock)
+        of_batch = spec, features, self._after_meeting(state.seed), step, clock
+        return kind(*of_batch, self._asked(spec, s, state, plan), self.exchange)
 
     def _ask(
         self, spec: StoreSpec, features: StoreFeatures, owners: Array, send_capacity: int | None = None
@@ -136,14 +117,12 @@ class Exchanged:
         return ask(self.exchange, spec, features, owners, send_capacity)
 
     @annotations.annotate_store
-    def _look_up(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, owner: lookup.Owner
-    ) -> tuple[StoreState, Found, list[Array], Requests | Uses]:
+    def _asked(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> Requests | Uses:
+        """Returns what was sent when the batch was planned, or sends it now."""
         features = plan.features.stores[s]
         if plan.asked is None:
-            asked = self._ask(spec, features, self._after_meeting(state.partition_owners))
-        else:
-            asked = not_none(plan.asked[s])
+            return self._ask(spec, features, self._after_meeting(state.partition_owners))
+        asked = not_none(plan.asked[s])
         if isinstance(asked, Uses) != spec.sends_bags:
             form, other = ("bags", "rows") if spec.sends_bags else ("rows", "bags")
             names = [layout.name for layout in features.layouts]
@@ -151,30 +130,7 @@ class Exchanged:
                 f'lookup: plan: got one in which features {names} exchange "{other}", wanted "{form}", as this '
                 "collection declares; plan with the collection that looks up."
             )
-        return *owner.lookup(state.stores[s], asked), asked
-
-    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: Clock) -> StoreLookup:
-        owner = self._owner(spec, s, state, plan, state.step, clock)
-        store, found, values, asked = self._look_up(spec, s, state, plan, owner)
-        return store, found, values, asked.digest, asked
-
-    @annotations.annotate_store
-    def index(self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock) -> tuple[StoreState, Found, Digest]:
-        asked = not_none(not_none(plan.asked)[s])
-        return *self._owner(spec, s, state, plan, step, step).index(state.stores[s], asked), asked.digest
-
-    @annotations.annotate_store
-    def read(
-        self, spec: StoreSpec, s: int, state: State, plan: Plan, found: Found
-    ) -> tuple[StoreState, Found, list[Array]]:
-        owner = self._owner(spec, s, state, plan, state.step, state.step)  # it inserts nothing more
-        return owner.read(not_none(not_none(plan.asked)[s]), state.stores[s], found)
-
-    def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
-        if spec.is_replicated:  # all rows are here
-            return _here(spec, s, state, plan, is_find=True).find(state.stores[s])
-        _, found, values, _ = self._look_up(spec, s, state, plan, self._owner(spec, s, state, plan))
-        return found, values
+        return asked
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
