@@ -33,6 +33,8 @@ class Wrong(ValueError):
 
 def read_json(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
     """Reads the JSON object in a file; anything else raises an `error` that names the file and the byte."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise damage_error(op, path, "byte 0: got no regular file, wanted the JSON that was written", error)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)

@@ -152,7 +152,10 @@ def array_from_json(value: Mapping[str, Any]) -> np.ndarray:
         raise Wrong(value["data"], f"bytes as base64 ({error})", "data") from error
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise Wrong(f"{len(data)} bytes", f"{dtype}{shape}", "data")
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+    try:
+        return np.frombuffer(data, dtype).reshape(shape).copy()
+    except ValueError as error:  # NumPy bounds axes, and their sizes also where one is 0
+        raise Wrong(shape, f"sizes of axes ({error})", "shape") from error
 
 
 def _seal(body: Mapping[str, Any]) -> str:

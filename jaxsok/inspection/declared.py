@@ -95,8 +95,9 @@ def read_batches(
       [array([0, 1]), array([2, 3])]
     """
     try:
-        if not zipfile.is_zipfile(path) and pathlib.Path(path).stat().st_size:
-            raise ValueError("a file that is no archive")
+        is_empty = not pathlib.Path(path).stat().st_size
+        if not pathlib.Path(path).is_file() or not (is_empty or zipfile.is_zipfile(path)):
+            raise ValueError("what is no archive")
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {feature.name: stored[feature.name] for feature in features}
     except (KeyError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:

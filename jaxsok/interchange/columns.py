@@ -97,7 +97,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     try:
         with open_file() as file:
             schema, metadata = file.schema_arrow, file.metadata
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{op}: {path}: the footer, before byte {size - 8}: {error}") from error
     form = _form_of(op, path, schema)
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
@@ -109,8 +109,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
                 try:
                     yield from file.iter_batches(at_once, row_groups=[group], columns=columns)
                 except (pa.ArrowException, OSError) as error:
-                    first, last = _bytes_of(metadata.row_group(group))
-                    raise ValueError(f"{op}: {path}: row group {group}, bytes {first} to {last}: {error}") from error
+                    raise ValueError(f"{op}: {path}: row group {group}: {error}") from error
 
     return _check_all(op, path, form, metadata.num_rows, batches)
 
@@ -432,12 +431,6 @@ def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
         file.seek(begin)
         if zlib.crc32(file.read(), checksum) != int.from_bytes(before[8:], "little"):
             raise ValueError(f"{op}: {path}: bytes 0 to {size}: got a file that does not have its checksum.")
-
-
-def _bytes_of(group: Any) -> tuple[int, int]:
-    parts = [group.column(i) for i in range(group.num_columns)]
-    begins = [part.dictionary_page_offset or part.data_page_offset for part in parts]
-    return min(begins), max(b + part.total_compressed_size for b, part in zip(begins, parts, strict=True))
 
 
 def _choose(op: str, format: str, parquet: Any, arrow: Any) -> Any:

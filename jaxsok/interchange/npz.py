@@ -176,7 +176,10 @@ def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     with archive.open(entry) as file:
         major, _ = np.lib.format.read_magic(file)
         head = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-        shape, _, dtype = head(file)
+        try:
+            shape, _, dtype = head(file)
+        except MemoryError as error:  # of Python's parser, whatever is free
+            raise ValueError(f"a head that cannot be parsed in {name!r}") from error
         num_bytes = file.tell() + math.prod(shape) * dtype.itemsize
         if dtype.hasobject or min(shape, default=0) < 0 or num_bytes != entry.file_size:
             raise ValueError(f"{dtype}{list(shape)} in the {entry.file_size} bytes of {name!r}")

@@ -62,7 +62,7 @@ def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
         dim = max(1, Header.of(weight).num_numbers // num_rows) if weight.is_file() else 1
         widths = {}
         for state in sorted(directory.glob(f"{prefix}-*-*")):
-            if state.suffix != ".partial":
+            if state.suffix != ".partial" and state.is_file():
                 # The width is dim, unless the size shows another and is not some rows of dim: SOK leaves out rows that
                 # were never trained. The reader says what to do then.
                 num_numbers = Header.of(state).num_numbers

@@ -12,17 +12,19 @@ import mmap
 import os
 import pathlib
 import pickle
+import reprlib
 import struct
 import zipfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes  # noqa: F401  (names bfloat16 to NumPy)
 import numpy as np
 
 from jaxsok.interchange import files
 
-_HARMLESS = {"torch.Size": tuple, "collections.OrderedDict": dict}
+_HARMLESS = {"torch.Size": lambda sizes: tuple(map(int, sizes)), "collections.OrderedDict": dict}
+_MOST_ITEMS = 10_000  # of a tuple, with those of the tuples in it
 
 
 class _Inert:
@@ -40,8 +42,25 @@ class _Inert:
         self.fields = state
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes inert objects of all classes but tuples and dicts, so that no code of a file runs."""
+class _Unpickler(pickle._Unpickler):
+    """Makes inert objects of all classes but tuples and dicts, so that no code of a file runs.
+
+    It is Python's own implementation: that of C takes as much memory as a number in the file says. A tuple that holds
+    another one twice, and so on, would take for ever to hash or to print; so items are counted.
+    """
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, data: bytes):
+        super().__init__(io.BytesIO(data))
+        self._tuples: dict[int, tuple[int, tuple]] = {}  # the items of each, by its id, and the tuple: it keeps its id
+
+    def _count_items(self) -> None:
+        made = self.stack[-1]
+        count = sum(1 + self._tuples.get(id(item), (0,))[0] for item in made)
+        if count > _MOST_ITEMS:
+            raise ValueError(f"a tuple of {count} items, with those of the tuples in it")
+        self._tuples[id(made)] = count, made
 
     def find_class(self, module: str, name: str) -> Any:
         origin = f"{module}.{name}"
@@ -49,6 +68,18 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
+
+
+def _counting(load: Any) -> Any:
+    def load_tuple(unpickler: _Unpickler) -> None:
+        load(unpickler)
+        unpickler._count_items()
+
+    return load_tuple
+
+
+for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Unpickler.dispatch[_code[0]] = _counting(_Unpickler.dispatch[_code[0]])
 
 
 class _Part(io.RawIOBase):
@@ -120,12 +151,16 @@ class Tensor:
                 content = memoryview(mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ))[begin:]
             with zipfile.ZipFile(_Part(content)) as archive:
                 entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                made = _Unpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
+                if any(entries[name].compress_type for name in ("data.pkl", "byteorder") if name in entries):
+                    raise ValueError("compressed entries")
+                made = _Unpickler(archive.read(entries["data.pkl"])).load()
                 is_big = "byteorder" in entries and archive.read(entries["byteorder"]) == b"big"
             (_, _, key, _, _), offset, shape, strides = made.fields[:4]
             entry, dtype = entries[f"data/{key}"], self.dtype.newbyteorder(">" if is_big else "<")
             if made.origin != "torch._utils._rebuild_tensor_v2" or entry.compress_type != 0 or shape != sizes:
-                raise ValueError(f"{made.origin} of shape {shape}, stored in the way {entry.compress_type}")
+                raise ValueError(
+                    f"{made.origin} of shape {reprlib.repr(shape)}, stored in the way {entry.compress_type}"
+                )
             first = entry.header_offset + 30
             first += sum(struct.unpack("<HH", content[first - 4 : first]))  # its name and its extra field
             numbers = np.frombuffer(content, dtype, entry.file_size // dtype.itemsize, first)[offset:]
@@ -136,8 +171,8 @@ class Tensor:
             return np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)
         except Exception as error:  # zip archives and pickles fail in many ways
             raise ValueError(
-                f'{self.op}: {path}: byte {begin}: "{self.name}": got {error!r}, wanted an archive of torch.save with '
-                f"{self.dtype.name}{list(sizes)}; damaged, or of another format."
+                f'{self.op}: {path}: byte {begin}: "{self.name}": got {_text_of(error)}, wanted an archive of '
+                f"torch.save with {self.dtype.name}{list(sizes)}; damaged, or of another format."
             ) from error
 
 
@@ -149,9 +184,8 @@ def read_tensors(op: str, folder: pathlib.Path) -> dict[str, Tensor]:
     """
     path, places, tensors = folder / ".metadata", {}, {}
     files.size_of(op, path)
-    pickled = io.BytesIO(path.read_bytes())
     try:
-        found = _Unpickler(pickled).load().fields
+        found = _Unpickler(path.read_bytes()).load().fields
         for index, info in found["storage_data"].items():
             name, begin, size = (info.fields[field] for field in ("relative_path", "offset", "length"))
             places[index.fields["fqn"], index.fields.get("offset")] = folder / name, begin, begin + size
@@ -164,8 +198,15 @@ def read_tensors(op: str, folder: pathlib.Path) -> dict[str, Tensor]:
                 dtype = np.dtype(entry.fields["properties"].fields[0].origin.removeprefix("torch."))
                 tensors[name] = Tensor(op, name, dtype, entry.fields["size"], chunks)
     except Exception as error:  # a pickle of any other content fails in many ways
-        raise ValueError(f"{op}: {path}: got {error!r}, wanted the metadata of a checkpoint in chunks.") from error
+        raise ValueError(
+            f"{op}: {path}: got {_text_of(error)}, wanted the metadata of a checkpoint in chunks."
+        ) from error
     for file, _, end in places.values():
         if (size := files.size_of(op, file)) < end:
             raise ValueError(f"{op}: {file}: byte {size}: got the end of the file, wanted {end} bytes; truncated.")
     return tensors
+
+
+def _text_of(error: Exception) -> str:
+    """Returns an error's kind, with its text if that is one: a key of a dict could be of any size."""
+    return repr(error) if error.args and isinstance(error.args[0], str) else type(error).__name__

@@ -171,7 +171,7 @@ class _Stream:
 
     def _entry(self, name: bytes, fields: Mapping[bytes, bytes]) -> _Entry:
         number, value = name.decode(), {}
-        with contextlib.suppress(ValueError):  # `check_value` refuses what is missing
+        with contextlib.suppress(ValueError, RecursionError):  # `check_value` refuses what is missing
             value = json.loads(fields.get(b"version", b"{}"))
         check_value(self._op, f"{self.name}, entry {number}", value, _ENTRY, ServingError)
         payload = f"{self.name}:{value['payload']}"
@@ -557,9 +557,9 @@ class Follower(Repeated):
     def _forget(self, uuids: Iterable[str]) -> None:
         """Removes the files of versions."""
         for uuid in uuids:
-            path = self._fetched.pop(uuid, None)
-            if path is not None and path.parent == pathlib.Path(self._folder.name):
-                shutil.rmtree(path, ignore_errors=True)
+            path, own = self._fetched.pop(uuid, None), pathlib.Path(self._folder.name) / uuid
+            if path == own:  # and not a folder that a publisher has named
+                shutil.rmtree(own, ignore_errors=True)
 
     def _fetch(self, entry: _Entry) -> None:
         """Writes the files of a version into a folder; their checksums are those of the manifest."""

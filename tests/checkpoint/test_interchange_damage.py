@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import string
 import struct
 import tracemalloc
@@ -15,7 +16,7 @@ import pytest
 from interchange_cases import by_key, folder, hps_bytes, make_records, put, sok_bytes, split, write_all
 
 import jaxsok
-from jaxsok.interchange import columns, files, hps, npz, sok
+from jaxsok.interchange import columns, files, hps, npz, sok, sok_files
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -334,3 +335,40 @@ def test_columns_of_another_type_are_refused(tmp_path, message):
         with pytest.raises(ValueError) as info:
             read(tmp_path / name)
         assert message in str(info.value) and name in str(info.value)
+
+
+def test_any_bit_of_a_footer_of_pyarrow(tmp_path):
+    """Each is read or refused with the file's name: some of its errors came through code that may not throw."""
+    path, rows = tmp_path / "foreign.parquet", pyarrow.array(np.ones(80, np.float32))
+    table = {"key": np.arange(20, dtype=np.uint64), "row": pyarrow.FixedSizeListArray.from_arrays(rows, 4)}
+    parquet.write_table(pyarrow.table(table), path, compression="zstd")
+    whole = path.read_bytes()
+    begin = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for bit in range(0, 8 * (len(whole) - 8 - begin), 3):
+        damaged = bytearray(whole)
+        damaged[begin + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            for _ in columns.read_parquet(path):
+                pass
+        except (ValueError, TypeError, MemoryError) as error:
+            assert isinstance(error, MemoryError) or str(path) in str(error), (bit, error)
+
+
+def test_a_head_that_cannot_be_parsed(tmp_path):
+    """Python's parser raises MemoryError for it; that is no lack of memory."""
+    head = "-" * 9000
+    data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
+    with zipfile.ZipFile(tmp_path / "deep.npz", "w") as archive:
+        archive.writestr("key.npy", data)
+    with pytest.raises(ValueError, match=r"deep\.npz: .*got a head that cannot be parsed in .key.npy."):
+        npz.read_npz(tmp_path / "deep.npz")
+
+
+def test_a_pipe_in_place_of_a_state_of_sok(tmp_path):
+    """It is passed over, and not waited for."""
+    sok.write_sok(tmp_path, "user", make_records([7, 9], 2, {"m": 2, "v": 2}), optimizer="adam")
+    found = sok_files.tables_in(tmp_path)
+    assert len(found["user"]["optimizer"]) == 2
+    os.mkfifo(tmp_path / "user-pipe-state")
+    assert sok_files.tables_in(tmp_path) == found

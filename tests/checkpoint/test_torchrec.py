@@ -5,9 +5,11 @@ real packages are skipped where torch, torchrec or fbgemm-gpu-cpu are missing.
 """
 
 import dataclasses
+import io
 import pathlib
 import pickle
 import shutil
+import tracemalloc
 import zipfile
 
 import jax
@@ -265,6 +267,39 @@ def test_nothing_of_a_pickle_runs(tmp_path):
     with pytest.raises(ValueError, match="wanted the metadata of a checkpoint"):
         torchrec.declare(tmp_path / "there")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x1f.",  # a place in a memo of half a billion
+        b"\x80\x02})" + 40 * b"2\x86" + b"Ns.",  # as the key of a dict, a tuple of itself twice, 40 deep
+        b"\x80\x02})" + 40 * b"2\x86ctorch\nSize\nR" + b"Ns.",
+        b"\x80\x05\x96" + (2**45).to_bytes(8, "little") + b".",  # bytes of 32 TiB
+    ],
+)
+def test_pickles_that_would_take_all_memory_or_time(metadata, tmp_path):
+    """They are refused in no time and no memory, whatever their numbers say."""
+    (tmp_path / ".metadata").write_bytes(metadata)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="wanted the metadata of a checkpoint") as refused:
+            torchrec.declare(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24 and len(str(refused.value)) < 1000
+    finally:
+        tracemalloc.stop()
+
+
+def test_chunks_that_are_compressed(tmp_path):
+    """torch.save compresses nothing, and a small file could become a large pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(" " * (1 << 20)))
+    (tmp_path / "chunk").write_bytes(made.getvalue())
+    place = (4,), tmp_path / "chunk", 0, len(made.getvalue())
+    tensor = torch_files.Tensor("read", "weight", np.dtype(np.float32), (4,), {(0,): place})
+    with pytest.raises(ValueError, match=r"got ValueError..compressed entries.., wanted an archive of torch.save"):
+        tensor.read()
 
 
 def test_damaged_folders(tmp_path):

@@ -686,6 +686,24 @@ def test_files_of_a_version_that_is_trimmed_go(url, server, tmp_path):
     training.publisher.close()
 
 
+def test_a_folder_that_a_publisher_names_is_never_removed(url, server, tmp_path):
+    """Also one below, or above, the folder for files of versions, whose name others can find out."""
+    training = Training(tmp_path, url)
+    with serve(url, training) as session:
+        follower = session._followers["dlrm"]
+        follower.close(None)
+        folder = pathlib.Path(follower._folder.name)
+        folder.mkdir(exist_ok=True)
+        (folder / "kept").mkdir()
+        entry = {"uuid": "0" * 32, "base": None, "payload": "0" * 16, "files": [], "tables": ["user"]}
+        for path in (folder / "kept", f"{folder}/..", f"{folder}/kept/.."):
+            server.client.xadd("jaxsok:{dlrm}", {"version": json.dumps(entry | {"path": str(path)})})
+            with pytest.raises((ServingError, FileNotFoundError)):
+                follower.look()
+            assert (folder / "kept").is_dir()
+    training.publisher.close()
+
+
 def test_metrics_and_configuration(url, tmp_path):
     training = Training(tmp_path, url)
     given = config(url, training)
