@@ -289,7 +289,7 @@ def writes_on_request(folder, number):
     program = number.encode() * 100_000
     writers = {
         "export": lambda path, overwrite: checkpoint.export_full(path, collection, state),
-        "model": lambda path, overwrite: artifact.model.write_files(path, {"program": program}, {"of": number}),
+        "model": lambda path, overwrite: artifact.model.write_files(path, program, {"of": number}),
         "hps": lambda path, overwrite: hps.write_hps(path, records, hotness=True, overwrite=overwrite),
         "sok": lambda path, overwrite: sok.write_sok(path, "item", records, optimizer="adam", overwrite=overwrite),
         "npz": lambda path, overwrite: npz.write_npz(path, records, overwrite=overwrite),

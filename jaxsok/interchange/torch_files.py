@@ -50,6 +50,7 @@ class _Unpickler(pickle._Unpickler):
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # it fills as many bytes as a number in the file says; torch writes none
 
     def __init__(self, data: bytes):
         super().__init__(io.BytesIO(data))
