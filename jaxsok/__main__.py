@@ -66,18 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         texts = {"inspect": _inspect, "import": _import, "estimate": _estimate, "freeze": _freeze, "flags": _flags}
         text = texts[options.command](options)
-        _write(text, BrokenPipeError)
+        _print(text, BrokenPipeError)
     except (OSError, ValueError, TypeError, ImportError, MemoryError, TableFullError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _write(text: str, unless: type[OSError]) -> None:
-    """Prints a text, unless that fails with such an error, as it does when the reader has ended (`head`)."""
+def _print(text: str, ignored: type[OSError]) -> None:
+    """Prints a text, and ignores such an error, as it comes when the reader has ended (`head`)."""
     try:
         print(text, flush=True)
-    except unless:  # when Python ends it would report this once more
+    except ignored:  # when Python ends it would report this once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -330,13 +330,13 @@ def _serve(options: argparse.Namespace) -> int:
                 # times a second. Versions that updates replace need no collection: nothing in them refers in a cycle.
                 gc.collect()
                 gc.freeze()
-                _write(f"serve: answers at {found.address}", OSError)  # read or not
+                _print(f"serve: answers at {found.address}", OSError)
 
             ran = {"security": of_clients, "access_log": options.access_log, "on_ready": begin}
             with _closing_at_signals() as caught:
                 opened = session.open(options.config)
                 try:
-                    _write(opened.report(), OSError)
+                    _print(opened.report(), OSError)
                     app = server.App(opened, server_options, has_front_ends=options.processes > 1, **watched)
                     if options.processes > 1:
                         found = processes.Processes(app, sockets, **ran)
@@ -358,7 +358,7 @@ def _serve(options: argparse.Namespace) -> int:
         # Python waits for all threads, so a call that never returns would keep it running.
         print(f"serve: ended, with {app.num_running} calls of the session cut off", file=sys.stderr, flush=True)
         os._exit(1)
-    _write("serve: ended", OSError)
+    _print("serve: ended", OSError)
     if not app.is_closed:  # a second SIGINT, or a compiler, for which Python would wait
         sys.stderr.flush()
         os._exit(0)

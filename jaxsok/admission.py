@@ -55,10 +55,10 @@ def forget_keys(spec: StoreSpec, store: StoreState, keys: Array, table_ids: Arra
         return store
     (sightings,) = store.sightings
     entries = jnp.column_stack([keys, jnp.ones_like(table_ids), table_ids])
-    admits_all = np.full(len(spec.tables), 2, np.uint32)  # their counts are 1
-    gone, _ = kernels.wait(store.counters, admits_all, entries, ROOM * len(keys) // ENTRIES_PER_BUCKET)
+    floors = np.full(len(spec.tables), 2, np.uint32)  # so that entries with a count of 1 are kept
+    index, _ = kernels.wait(store.counters, floors, entries, ROOM * len(keys) // ENTRIES_PER_BUCKET)
     seen = sightings.reshape(-1, _ENTRY_WORDS)
-    is_gone = kernels.find(gone, store.counters, seen[:, :2], seen[:, 3]) != jnp.uint32(NO_ROW)
+    is_gone = kernels.find(index, store.counters, seen[:, :2], seen[:, 3]) != jnp.uint32(NO_ROW)
     counts = jnp.where(is_gone, jnp.uint32(0), seen[:, 2])
     return dataclasses.replace(store, sightings=(seen.at[:, 2].set(counts).reshape(sightings.shape),))
 

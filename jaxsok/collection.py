@@ -514,14 +514,15 @@ class Collection:
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
-        Keys that wait for admission by count are forgotten: nothing of a key is in later exports and checkpoints. A
-        Bloom filter, whose counters keys share, keeps what it has counted, which names none.
+        Keys that wait for admission by count are forgotten: nothing of a key is in later full exports and checkpoints;
+        a delta names the keys of rows that went. A Bloom filter, whose counters keys share, keeps what it has counted.
 
         Returns the state, which is donated, and how many rows went.
 
         Cost:
           A search for each key and a byte a row of capacity; if any goes, also 64 bytes a row: the records of the
-          table's store twice, and its index once. With admission by count also 16 bytes for each counted key.
+          table's store twice, and its index once. With admission by count also some 40 bytes for each entry of the
+          counts.
 
         Example:
           `state, num_erased = collection.erase(state, "user", np.array([7]))`

@@ -13,6 +13,12 @@ from typing import Any
 
 import jax
 
+_BY_EMBEDDINGS = "Differentiate the loss by the embeddings that lookup gave, and pass the result to update."
+_TO_LEARN_WEIGHTS = "To learn weights, look up with combiner=None and weight the embeddings in the model."
+_REMEDIES = dict.fromkeys(("features", "keys", "offsets", "weights"), _TO_LEARN_WEIGHTS) | {
+    "tables": "A frozen table has no gradients."
+}  # by argument; else `_BY_EMBEDDINGS`
+
 # Arrays whose end was expected, as JAX writes them: it names all of a step in one warning, also of several collections.
 _ENDING = set[str]()
 
@@ -66,8 +72,7 @@ def _guard(op: str, name: str) -> Any:
         del primals, tangents
         raise TypeError(
             f"{op}: {name}: got a derivative with respect to it, wanted none: {op} is no step of jax.grad. "
-            "Differentiate the loss by the embeddings that lookup gave, and pass the result to update, which a frozen "
-            "table does not have. To learn weights, declare combiner=None and weight the embeddings in the model."
+            f"{_REMEDIES.get(name, _BY_EMBEDDINGS)}"
         )
 
     return jax.jit(constant, inline=True)

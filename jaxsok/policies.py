@@ -81,9 +81,9 @@ class AdmitByCount(_BySightings):
     """A key gets a row in the batch of its `num_sightings`-th occurrence, for all uses of that batch.
 
     With `delayed` it is the batch of the occurrence after that one. Occurrences are counted exactly, in 32 to 128 bytes
-    for each waiting key; `grow` makes room for more. The count of a key starts at 0 again when its row is erased or
-    evicted. So does that of a key with enough sightings that found the store full, when rows of its shard go; and that
-    of a waiting key that got a row by `assign` or an import, when that row goes.
+    for each waiting key; `grow` makes room for more. The count of a key starts at 0 again when it is erased, with a row
+    or without, or its row is evicted. So does that of a key with enough sightings that found the store full, when rows
+    of its shard go; and that of a waiting key that got a row by `assign` or an import, when that row goes.
     """
 
     kind: ClassVar[int] = 1

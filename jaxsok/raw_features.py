@@ -218,13 +218,14 @@ def _read(spec: FeatureSpec, value: Any) -> Part:
 
 def _without_unused_keys(part: Part, inverse: Any) -> Part:
     """Turns keys of bags that no sample has into padding, so that they are no uses of rows; in NumPy alone."""
-    is_used = np.zeros(part.shape[0], bool)
     if not isinstance(inverse, np.ndarray) or not isinstance(part.words, np.ndarray):
         return part
+    is_used = np.zeros(part.shape[0], bool)
     is_used[inverse] = True
-    lengths = len(part.words) // max(1, len(is_used)) if part.offsets is None else np.diff(part.offsets)
-    if is_used.all() or isinstance(lengths, jax.Array):
+    if is_used.all():
         return part
+    # Offsets are of NumPy where words are.
+    lengths = len(part.words) // len(is_used) if part.offsets is None else np.diff(part.offsets)
     place, words = np.flatnonzero(~np.repeat(is_used, lengths)), part.words.copy()
     words[place] = PADDING_KEY & 0xFFFFFFFF
     return dataclasses.replace(part, words=words)

@@ -193,7 +193,7 @@ class Saving:
         self._writes.set()
         tables = _Tables(self, folder)
         try:
-            if not folder.is_dir():
+            if jax.process_index() > 0 and not folder.is_dir():
                 raise manifest_lib.unshared_error(self.op, folder, jax.process_index(), 0)
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 begun = collections.deque[tuple[int, Callable[[], Any]]]()  # bytes of pieces, and what they become

@@ -6,6 +6,7 @@ torch's own reader is not used.
 """
 
 import dataclasses
+import functools
 import io
 import math
 import mmap
@@ -23,8 +24,8 @@ import numpy as np
 
 from jaxsok.interchange import files
 
-_HARMLESS = {"torch.Size": lambda sizes: tuple(map(int, sizes)), "collections.OrderedDict": dict}
 _MOST_ITEMS = 10_000  # of a tuple, with those of the tuples in it
+_MOST_SIZES = 64
 
 
 class _Inert:
@@ -45,12 +46,13 @@ class _Inert:
 class _Unpickler(pickle._Unpickler):
     """Makes inert objects of all classes but tuples and dicts, so that no code of a file runs.
 
-    It is Python's own implementation: that of C takes as much memory as a number in the file says. A tuple that holds
-    another one twice, and so on, would take for ever to hash or to print; so items are counted.
+    It is Python's own implementation: that of C takes memory by a number of a place in the file. A tuple that holds
+    another one twice, and so on, would take for ever to hash or to print; so items are counted. What torch does not
+    write is refused: arrays of bytes, of as many as a number in the file says, and frozen sets, which hold tuples, too.
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # it fills as many bytes as a number in the file says; torch writes none
+    del dispatch[pickle.BYTEARRAY8[0]], dispatch[pickle.FROZENSET[0]]
 
     def __init__(self, data: bytes):
         super().__init__(io.BytesIO(data))
@@ -65,10 +67,18 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         origin = f"{module}.{name}"
-        return _HARMLESS.get(origin) or type(name, (_Inert,), {"origin": origin})
+        if origin == "torch.Size":
+            return functools.partial(_read_sizes)  # a new one: a pickle may set attributes of what it calls
+        return dict if origin == "collections.OrderedDict" else type(name, (_Inert,), {"origin": origin})
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
+
+
+def _read_sizes(sizes: Any) -> tuple[int, ...]:
+    if not isinstance(sizes, tuple) or len(sizes) > _MOST_SIZES:
+        raise ValueError("a torch.Size of something else than a few integers")
+    return tuple(map(int, sizes))
 
 
 def _counting(load: Any) -> Any:
@@ -157,6 +167,8 @@ class Tensor:
                 made = _Unpickler(archive.read(entries["data.pkl"])).load()
                 is_big = "byteorder" in entries and archive.read(entries["byteorder"]) == b"big"
             (_, _, key, _, _), offset, shape, strides = made.fields[:4]
+            if {type(number) for number in (offset, *shape, *strides)} - {int} or len(shape) > _MOST_SIZES:
+                raise ValueError("numbers of a tensor that are no integers")
             entry, dtype = entries[f"data/{key}"], self.dtype.newbyteorder(">" if is_big else "<")
             if made.origin != "torch._utils._rebuild_tensor_v2" or entry.compress_type != 0 or shape != sizes:
                 raise ValueError(

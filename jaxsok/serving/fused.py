@@ -199,7 +199,7 @@ class _Part:
         return self.given.max_norm is not None and self.given.combiner is not None
 
     def guard(self) -> "_Part":
-        """Has derivatives with respect to it, and mapping over it, refused by name."""
+        """Returns a part whose arrays refuse `jax.grad` and `jax.vmap`, by their names."""
         arrays = {"keys": self.words, "offsets": self.offsets, "weights": self.weights}
         words, offsets, weights = guards.refuse_transforms("lookup", **arrays)
         return dataclasses.replace(self, words=words, offsets=offsets, weights=weights)

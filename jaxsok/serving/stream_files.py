@@ -21,11 +21,14 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 TIMEOUT_S = 5.0  # for an answer of Redis
-# ValueError and TypeError: parameters in the URL that the client does not know, or whose values it refuses.
-CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError, TypeError
+CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError
 GONE, UNWRITTEN = "gone", "unwritten"  # kinds: Redis no longer has the files, or this host cannot write them
 KEYS_AWAY = "AskError", "ClusterDownError", "MasterDownError", "MovedError", "TryAgainError"  # kinds, of a cluster
 WANTED_KEYS = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
+
+
+class UrlError(ValueError):
+    """The URL has a parameter that the client does not know, or a value that it does not take."""
 
 
 def text_of(error: Exception) -> str:
@@ -41,8 +44,12 @@ def is_of_tls(text: str) -> bool:
 def connect(url: str) -> Any:
     """Connects to a Redis, or to a cluster by one of its nodes."""
     options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
-    client = redis.Redis.from_url(url, **options)
-    if not client.info("cluster")["cluster_enabled"]:
+    try:
+        client = redis.Redis.from_url(url, **options)
+        is_cluster = client.info("cluster")["cluster_enabled"]  # connects, by the URL's parameters
+    except (TypeError, ValueError) as error:
+        raise UrlError(str(error)) from error
+    if not is_cluster:
         return client
     client.close()
     # A command that had no answer is not sent again: it might be carried out twice.

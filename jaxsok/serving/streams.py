@@ -151,10 +151,10 @@ class _Stream:
             wanted = WANTED_KEYS
         elif kind == "AuthenticationError":
             wanted = "the user and password of its URL to be right"
-        elif kind in ("TypeError", "ValueError"):
+        elif kind == stream_files.UrlError.__name__:
             wanted = "parameters in its URL that redis.Redis.from_url takes"
         elif stream_files.is_of_tls(text):
-            wanted = "certificates that both accept: its URL names them, as rediss://host:port?ssl_ca_certs=/path"
+            wanted = "TLS on both sides, and certificates that both accept (rediss://host:port?ssl_ca_certs=/path)"
         return DatabaseError(f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted {wanted}.')
 
     def entries(self, after: str = "0-0", wait_s: float = 0.0) -> list[_Entry]:

@@ -9,6 +9,10 @@ def parse(text: str) -> Any:
     """Parses JSON; ValueError: malformed or deeply nested, a name twice in an object, NaN, or thousands of digits."""
     try:
         return json.loads(text, object_pairs_hook=_to_object, parse_constant=_refuse_constant)
+    except ValueError as error:
+        if "int_max_str_digits" in str(error):  # the advice is for who runs the program
+            raise ValueError("an integer has thousands of digits") from None
+        raise
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
 

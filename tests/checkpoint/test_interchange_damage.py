@@ -337,7 +337,7 @@ def test_columns_of_another_type_are_refused(tmp_path, message):
         assert message in str(info.value) and name in str(info.value)
 
 
-def test_any_bit_of_a_footer_of_pyarrow(tmp_path):
+def test_bits_of_a_footer_of_pyarrow(tmp_path):
     """Each is read or refused with the file's name: some of its errors came through code that may not throw."""
     path, rows = tmp_path / "foreign.parquet", pyarrow.array(np.ones(80, np.float32))
     table = {"key": np.arange(20, dtype=np.uint64), "row": pyarrow.FixedSizeListArray.from_arrays(rows, 4)}
@@ -351,8 +351,8 @@ def test_any_bit_of_a_footer_of_pyarrow(tmp_path):
         try:
             for _ in columns.read_parquet(path):
                 pass
-        except (ValueError, TypeError, MemoryError) as error:
-            assert isinstance(error, MemoryError) or str(path) in str(error), (bit, error)
+        except (ValueError, TypeError) as error:
+            assert str(path) in str(error), (bit, error)
 
 
 def test_a_head_that_cannot_be_parsed(tmp_path):

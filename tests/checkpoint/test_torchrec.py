@@ -275,7 +275,9 @@ def test_nothing_of_a_pickle_runs(tmp_path):
         b"\x80\x02Nr\xff\xff\xff\x1f.",  # a place in a memo of half a billion
         b"\x80\x02})" + 40 * b"2\x86" + b"Ns.",  # as the key of a dict, a tuple of itself twice, 40 deep
         b"\x80\x02})" + 40 * b"2\x86ctorch\nSize\nR" + b"Ns.",
-        b"\x80\x05\x96" + (2**45).to_bytes(8, "little") + b".",  # bytes of 32 TiB
+        b"\x80\x05\x96" + (2**28).to_bytes(8, "little") + b".",  # an array of bytes, of 256 MiB
+        pickle.dumps({frozenset({1}): None}),  # two chains of them would be compared for ever
+        b"\x80\x02ctorch\nSize\n(" + 100 * b"K\x01" + b"t\x85R.",  # a torch.Size of 100 sizes
     ],
 )
 def test_pickles_that_would_take_all_memory_or_time(metadata, tmp_path):

@@ -800,16 +800,21 @@ def test_an_erased_key_waits_no_longer(num_shards, is_traced, tmp_path):
     else:
         state, num_erased = collection.erase(state, "user", programs.as_array(keys))
     assert int(num_erased) == 0
-    assert waiting(collection, state, "user") == {6: 1} and waiting(collection, state, "item") == {
-        forgotten: 2,
-        5: 1,
-        6: 1,
-    }
+    assert waiting(collection, state, "user") == {6: 1}
+    assert waiting(collection, state, "item") == {forgotten: 2, 5: 1, 6: 1}
     checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
     state, _ = collection.erase(state, "item", programs.as_array([forgotten]))
     checkpoint.export_full(tmp_path / "later", collection, state)
     words = np.array([forgotten], np.uint64).tobytes()
     assert not [file for file in (tmp_path / "later").iterdir() if words in file.read_bytes()]
+    admitted = look_up(jax.tree.map(jnp.copy, state), [forgotten] * 4)
+    base = checkpoint.export_full(tmp_path / "admitted", collection, admitted)
+    for name in ("user", "item"):
+        admitted, num_erased = collection.erase(admitted, name, programs.as_array([forgotten]))
+        assert int(num_erased) == 1
+    delta = checkpoint.export_delta(tmp_path / "gone", collection, admitted, base).path
+    named = {file.name for file in delta.iterdir() if words in file.read_bytes()}
+    assert named == {f"table_{number:04d}.tombstones.arrow" for number in range(2)}
     chained = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)
     assert waiting(collection, chained, "user") == {6: 1}
     state = look_up(state, [forgotten, forgotten, 6, 6])

@@ -599,6 +599,8 @@ def test_transforms_of_lookups_are_refused_by_name():
         jax.vmap(lambda mine: lookup(tables, {"item": mine})["item"])(words)
     with pytest.raises(TypeError, match=r"find_rows: keys: got arrays that jax.vmap maps over \(2 of them\)"):
         jax.vmap(lambda mine: find_rows(tables, "item", mine)[0])(words)
-    with pytest.raises(TypeError, match=r"lookup: weights: got a derivative .*To learn weights, declare combiner=None"):
+    with pytest.raises(
+        TypeError, match=r"lookup: weights: got a derivative .*To learn weights, look up with combiner=None"
+    ):
         jax.grad(weighted)(jnp.ones(4))
     assert jax.grad(lambda scale: scale * weighted(jnp.ones(4)))(2.0) == 8.0

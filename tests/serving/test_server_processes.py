@@ -282,6 +282,17 @@ def test_a_folder_whose_name_is_too_long_for_sockets(tmp_path):
     assert f"OSError: serve: TMPDIR: got {folder}: AF_UNIX path too long; wanted a folder" in done.stderr
 
 
+def test_a_file_of_counts_that_is_gone_ends_no_server(session):
+    """Programs that remove old files take it; then a front end is replaced as ever."""
+    with cases.serving(session, num_processes=2) as found:
+        for file in pathlib.Path(found._folder.name).glob("gauge_*"):
+            file.unlink()
+        first = found.pids[0]
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: first not in found.pids and len(found.pids) == 2)
+        assert {answer.status_code for answer in post(found, LOOKUP, 8, json={"keys": {"user": [1]}})} == {200}
+
+
 def test_files_of_counts_have_their_room_from_the_start(found):
     """Who writes to a file without a block while the disk is full is ended by SIGBUS."""
     files = list(pathlib.Path(found._folder.name).glob("*.db"))
@@ -298,7 +309,7 @@ def test_a_full_disk_is_reported_before_the_start(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(where) for where in processes.bind("127.0.0.1", 0, 2)]
-        with pytest.raises(OSError, match=r"serve: TMPDIR: got /.*: .*No space left on device; wanted a folder"):
+        with pytest.raises(OSError, match=r"serve: TMPDIR: got /.*: .*No space left on device; wanted room"):
             processes.Processes(app := cases.server.App(cases.Session(), has_front_ends=True), sockets)
     assert not os.path.exists(app.folder.name)
 

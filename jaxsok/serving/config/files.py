@@ -113,8 +113,8 @@ def _parse_file(path: pathlib.Path) -> Any:
         return strict_json.parse(path.read_bytes().decode("utf-8-sig"))
     except ValueError as error:
         raise ConfigError(
-            f'config: file "{path}": got what is no JSON ({error}), wanted what HPS reads; commas before a closing '
-            "bracket and comments are not JSON, and each key stands once."
+            f'config: file "{path}": got malformed or ambiguous JSON ({error}), wanted what HPS reads; commas before a '
+            "closing bracket and comments are not JSON, and each key stands once."
         ) from error
 
 

@@ -230,7 +230,7 @@ class RedisDatabase(Database):
         elif isinstance(error, redis.ResponseError | redis.AuthenticationError):
             wanted = "it to do what it was asked; see what it says, and the keys of volatile_db"
         elif is_of_tls(str(error)):
-            wanted = "certificates that both accept; see what it says, and the tls_... keys of volatile_db"
+            wanted = "TLS on both sides, and certificates that both accept: see the tls_... keys of volatile_db"
         return DatabaseError(
             f'volatile_db: address: got {type(error).__name__} of Redis at "{self._config.address}" '
             f"({text_of(error)}), wanted {wanted}."

@@ -1,5 +1,6 @@
 """Prometheus metrics of a server, in its own registry; the session's counters are read at the time of a scrape."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -120,7 +121,8 @@ def reserve_files(folder: str, num_front_ends: int, num_models: int) -> None:
 def clear_gauges(folder: str, number: int) -> None:
     """Clears the gauges of a front end that has ended; the next of its number goes on with its sums."""
     for kind in _GAUGES:
-        with open(_file_of(folder, kind, number), "r+b") as file:
+        # Without a file there is nothing to clear: a program that removes old files has taken it.
+        with contextlib.suppress(FileNotFoundError), open(_file_of(folder, kind, number), "r+b") as file:
             file.write(bytes(8))  # how many bytes are used
 
 

@@ -64,12 +64,8 @@ def prepare() -> None:
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:  # of its socket, which lies there
-        raise _unwritable(error) from None
-
-
-def _unwritable(error: OSError) -> OSError:
-    wanted = "a folder to write to, with a short name"
-    return OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.")
+        wanted = "a folder to write to, with a short name"
+        raise OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.") from None
 
 
 def bind(host: str, port: int, num_processes: int) -> list[socket.socket]:
@@ -118,7 +114,8 @@ class Processes:
             metrics.reserve_files(self._folder.name, len(sockets), len(self._models))
         except OSError as error:
             self._folder.cleanup()
-            raise _unwritable(error) from None
+            wanted = "room for the counts of front ends; free some, or choose another folder"
+            raise OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.") from None
 
     @property
     def pids(self) -> list[int]:
