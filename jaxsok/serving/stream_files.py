@@ -21,14 +21,10 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 TIMEOUT_S = 5.0  # for an answer of Redis
-CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError
+CAN_FAIL = redis.RedisError, RedisClusterException, OSError, ValueError  # ValueError: the URL's parameters
 GONE, UNWRITTEN = "gone", "unwritten"  # kinds: Redis no longer has the files, or this host cannot write them
 KEYS_AWAY = "AskError", "ClusterDownError", "MasterDownError", "MovedError", "TryAgainError"  # kinds, of a cluster
 WANTED_KEYS = "a cluster whose servers run and have all keys; try again when none is missing or being moved"
-
-
-class UrlError(ValueError):
-    """The URL has a parameter that the client does not know, or a value that it does not take."""
 
 
 def text_of(error: Exception) -> str:
@@ -47,8 +43,8 @@ def connect(url: str) -> Any:
     try:
         client = redis.Redis.from_url(url, **options)
         is_cluster = client.info("cluster")["cluster_enabled"]  # connects, by the URL's parameters
-    except (TypeError, ValueError) as error:
-        raise UrlError(str(error)) from error
+    except TypeError as error:
+        raise ValueError(str(error)) from error
     if not is_cluster:
         return client
     client.close()

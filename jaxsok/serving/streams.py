@@ -151,7 +151,7 @@ class _Stream:
             wanted = WANTED_KEYS
         elif kind == "AuthenticationError":
             wanted = "the user and password of its URL to be right"
-        elif kind == stream_files.UrlError.__name__:
+        elif kind == "ValueError":
             wanted = "parameters in its URL that redis.Redis.from_url takes"
         elif stream_files.is_of_tls(text):
             wanted = "TLS on both sides, and certificates that both accept (rediss://host:port?ssl_ca_certs=/path)"
