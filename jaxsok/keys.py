@@ -58,10 +58,10 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
         high = jnp.where(keys < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
         return jnp.stack([low, high], axis=-1)
     if keys.dtype == jnp.int32:
-        of_feature = ', or declare FeatureSpec(key_dtype="int32")' if what.startswith("batch: feature") else ""
         raise TypeError(
             f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX narrowed in silence"
-            f"; pass NumPy int64, or a jax.Array of uint32[..., 2] words{of_feature}."
+            "; pass NumPy int64, or a jax.Array of uint32[..., 2] words; a feature may have "
+            'FeatureSpec(key_dtype="int32").'
         )
     raise TypeError(
         f"{what}: keys must be integers or uint32[..., 2] words, got {keys.dtype}{list(keys.shape)}; pass NumPy int64."

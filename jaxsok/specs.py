@@ -163,7 +163,7 @@ class HostMemory:
 
     @property
     def _key(self) -> tuple[bool, int | float | None]:
-        """What equal declarations have: 1 is equal to 1.0, but it is a row, and 1.0 is all of them."""
+        """Returns what equal declarations have: 1 is equal to 1.0, but it is a row, and 1.0 is all of them."""
         return isinstance(self.device_rows, float), self.device_rows
 
     def __eq__(self, other: object) -> bool:

@@ -43,6 +43,18 @@ class _Inert:
         self.fields = state
 
 
+def _counting(load: Any) -> Any:
+    def load_tuple(unpickler: "_Unpickler") -> None:
+        load(unpickler)
+        unpickler._count_items()
+
+    return load_tuple
+
+
+_LOADS = pickle._Unpickler.dispatch
+_TUPLES = pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3
+
+
 class _Unpickler(pickle._Unpickler):
     """Makes inert objects of all classes but tuples and dicts, so that no code of a file runs.
 
@@ -51,7 +63,7 @@ class _Unpickler(pickle._Unpickler):
     write is refused: arrays of bytes, of as many as a number in the file says, and frozen sets, which hold tuples, too.
     """
 
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar = _LOADS | {code: _counting(_LOADS[code]) for (code,) in _TUPLES}
     del dispatch[pickle.BYTEARRAY8[0]], dispatch[pickle.FROZENSET[0]]
 
     def __init__(self, data: bytes):
@@ -79,18 +91,6 @@ def _read_sizes(sizes: Any) -> tuple[int, ...]:
     if not isinstance(sizes, tuple) or len(sizes) > _MOST_SIZES:
         raise ValueError("a torch.Size of something else than a few integers")
     return tuple(map(int, sizes))
-
-
-def _counting(load: Any) -> Any:
-    def load_tuple(unpickler: _Unpickler) -> None:
-        load(unpickler)
-        unpickler._count_items()
-
-    return load_tuple
-
-
-for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-    _Unpickler.dispatch[_code[0]] = _counting(_Unpickler.dispatch[_code[0]])
 
 
 class _Part(io.RawIOBase):

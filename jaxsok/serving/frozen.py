@@ -391,15 +391,15 @@ def lines_of(table: FrozenTable, records: Records) -> tuple[np.ndarray, ...]:
     """Rounds or quantizes rows as a table stores them, with scales if quantized (ServingError: not finite)."""
     if not table.is_quantized:
         return (round_to(records.rows, jnp.dtype(table.dtype)),)
-    with np.errstate(over="ignore"):
-        rows = np.asarray(records.rows, np.float32)
-    is_finite = np.isfinite(rows).all(axis=1)
-    if not is_finite.all():
+    try:
+        return quantize.quantize_rows(records.rows, table.dtype)
+    except ValueError as error:
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(records.rows.astype(np.float32)).all(axis=1)
         raise ServingError(
             f'table "{table.name}": key {records.keys[is_finite.argmin()]}: got a row with NaN or infinity, wanted '
             f"finite numbers for {table.dtype}, which scales each row. Repair it, or serve the table in float32."
-        )
-    return quantize.quantize_rows(rows, table.dtype)
+        ) from error
 
 
 def write_lines(store: FrozenStore, row_ids: np.ndarray, lines: Sequence[np.ndarray]) -> FrozenStore:

@@ -294,7 +294,7 @@ def test_a_file_of_counts_that_is_gone_ends_no_server(session):
 
 
 def test_files_of_counts_have_their_room_from_the_start(found):
-    """Who writes to a file without a block while the disk is full is ended by SIGBUS."""
+    """A process that writes to a file without a block while the disk is full is ended by SIGBUS."""
     files = list(pathlib.Path(found._folder.name).glob("*.db"))
     assert len(files) == 8
     for file in files:

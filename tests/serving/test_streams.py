@@ -663,18 +663,26 @@ def test_versions_are_fetched_while_others_are_applied(url, server, tmp_path, mo
     training.publisher.close()
 
 
-def test_files_of_a_version_that_is_trimmed_go(url, server, tmp_path):
-    """Nothing stays of a version that is trimmed while it is read; a temporary folder that went is made again."""
-    training = Training(tmp_path, url)
+@contextlib.contextmanager
+def stopped_follower(url, training):
+    """Serves without following; yields the session, its follower, which tests call, and the folder of its files."""
     with serve(url, training) as session:
         follower = session._followers["dlrm"]
         follower.close(None)
         folder = pathlib.Path(follower._folder.name)
+        folder.mkdir()
+        yield session, follower, folder
+    training.publisher.close()
+
+
+def test_files_of_a_version_that_is_trimmed_go(url, server, tmp_path):
+    """Nothing stays of a version that is trimmed while it is read; a temporary folder that went is made again."""
+    training = Training(tmp_path, url)
+    with stopped_follower(url, training) as (session, follower, folder):
         training.publish()
         (entry,) = follower._stream.entries(follower._position)
         chunks = server.client.lrange(entry.payload, 0, -1)
         server.client.ltrim(entry.payload, 0, len(chunks) // 2)
-        folder.mkdir()
         with pytest.raises(ServingError, match="it was trimmed meanwhile"):
             follower.look()
         assert not list(folder.iterdir())
@@ -683,17 +691,11 @@ def test_files_of_a_version_that_is_trimmed_go(url, server, tmp_path):
         folder.rmdir()
         assert follower.look() == 1
         assert serves(session, training)
-    training.publisher.close()
 
 
 def test_a_folder_that_a_publisher_names_is_never_removed(url, server, tmp_path):
     """Also one below, or above, the folder for files of versions, whose name others can find out."""
-    training = Training(tmp_path, url)
-    with serve(url, training) as session:
-        follower = session._followers["dlrm"]
-        follower.close(None)
-        folder = pathlib.Path(follower._folder.name)
-        folder.mkdir(exist_ok=True)
+    with stopped_follower(url, Training(tmp_path, url)) as (_, follower, folder):
         (folder / "kept").mkdir()
         entry = {"uuid": "0" * 32, "base": None, "payload": "0" * 16, "files": [], "tables": ["user"]}
         for path in (folder / "kept", f"{folder}/..", f"{folder}/kept/.."):
@@ -701,7 +703,6 @@ def test_a_folder_that_a_publisher_names_is_never_removed(url, server, tmp_path)
             with pytest.raises((ServingError, FileNotFoundError)):
                 follower.look()
             assert (folder / "kept").is_dir()
-    training.publisher.close()
 
 
 def test_metrics_and_configuration(url, tmp_path):

@@ -64,8 +64,11 @@ def prepare() -> None:
     try:
         multiprocessing.forkserver.ensure_running()
     except OSError as error:  # of its socket, which lies there
-        wanted = "a folder to write to, with a short name"
-        raise OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.") from None
+        raise _error_of_folder(error, "a folder to write to, with a short name") from None
+
+
+def _error_of_folder(error: OSError, wanted: str) -> OSError:
+    return OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.")
 
 
 def bind(host: str, port: int, num_processes: int) -> list[socket.socket]:
@@ -115,7 +118,7 @@ class Processes:
         except OSError as error:
             self._folder.cleanup()
             wanted = "room for the counts of front ends; free some, or choose another folder"
-            raise OSError(f"serve: TMPDIR: got {tempfile.gettempdir()}: {error}; wanted {wanted}.") from None
+            raise _error_of_folder(error, wanted) from None
 
     @property
     def pids(self) -> list[int]:
