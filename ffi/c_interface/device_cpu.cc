@@ -15,7 +15,6 @@ namespace {
 /// microseconds.
 class CallingThread final : public Executor {
  public:
-  int num_threads() const override { return 1; }
   void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
     for (int64_t i = 0; i < num_tasks; ++i) task(i);
   }
@@ -39,8 +38,7 @@ void FetchRows(const FrozenLookup& lookup) {
     FindChunk(store.index, salt, keys, tables, num_keys, row_ids, [](int64_t, uint32_t) {});
     for (int64_t i = 0; i < num_keys; ++i) {
       if (row_ids[i] >= store.capacity) continue;
-      PrefetchRow(static_cast<const char*>(store.rows.data[0]) + row_ids[i] * row_bytes,
-                  static_cast<int32_t>(row_bytes));
+      PrefetchRow(store.rows.At<char>(store.starts, row_ids[i], row_bytes), static_cast<int32_t>(row_bytes));
       if (store.scales != nullptr) __builtin_prefetch(store.scales + row_ids[i]);
     }
     num_keys = 0;

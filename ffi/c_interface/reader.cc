@@ -337,8 +337,6 @@ void LookUpInParts(const ReaderPart* parts, int32_t num_parts, ReaderInput* inpu
 }  // namespace
 }  // namespace jaxsok
 
-#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
-
 using jaxsok::Device;
 using jaxsok::Guarded;
 

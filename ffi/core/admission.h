@@ -21,7 +21,7 @@ constexpr uint32_t kMostSightings = 255;  // the limit of a counter of the filte
 /// state's seed.
 JAXSOK_HOST_DEVICE uint64_t AdmissionHash(const uint32_t* table_words, const uint32_t* seed, uint64_t key) {
   const uint64_t name = Word64(table_words[kTableNameLow], table_words[kTableNameHigh]);
-  return Mix64(key + Mix64(Mix64(Word64(seed[0], seed[1]) + kAdmissionStream) ^ name));
+  return Mix64(key + Mix64(Mix64(Word64(seed) + kAdmissionStream) ^ name));
 }
 
 /// Returns whether a key of a table that admits by probability gets a row at this step.

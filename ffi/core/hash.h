@@ -38,6 +38,7 @@ JAXSOK_HOST_DEVICE uint32_t HomeBucket(uint64_t hash, uint32_t num_buckets) {
 }
 
 JAXSOK_HOST_DEVICE uint64_t Word64(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
+JAXSOK_HOST_DEVICE uint64_t Word64(const uint32_t* words) { return Word64(words[0], words[1]); }
 
 /// Returns the hash that decides a key's partition; `name`: the table's.
 ///

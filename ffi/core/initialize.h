@@ -84,7 +84,7 @@ struct RowInitializer {
   /// state's seed.
   JAXSOK_HOST_DEVICE static RowInitializer Of(const uint32_t* table_words, const uint32_t* seed, uint64_t key) {
     const uint64_t name = Word64(table_words[kTableNameLow], table_words[kTableNameHigh]);
-    const uint64_t table_stream = Mix64(Mix64(Word64(seed[0], seed[1]) + kGolden) ^ name);
+    const uint64_t table_stream = Mix64(Mix64(Word64(seed) + kGolden) ^ name);
     RowInitializer row;
     row.stream = Mix64(key + Mix64(table_stream));
     row.kind = static_cast<int32_t>(table_words[kTableInitializer]);

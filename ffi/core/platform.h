@@ -16,6 +16,8 @@
 #define JAXSOK_HOST_DEVICE inline
 #endif
 
+#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
+
 namespace jaxsok {
 
 /// Returns the bits of a word as a float.

@@ -172,7 +172,7 @@ constexpr uint64_t kRoundingStream = 0xd1b54a32d192ed03ull;  // differs from the
 ///
 /// `seed`: the two words of the state's seed; `step`: the number of updates so far.
 JAXSOK_HOST_DEVICE uint64_t RoundingOfStep(const uint32_t* seed, uint32_t step) {
-  return Mix64(Mix64(Word64(seed[0], seed[1]) + kRoundingStream) + (uint64_t{step} + 1) * kGolden);
+  return Mix64(Mix64(Word64(seed) + kRoundingStream) + (uint64_t{step} + 1) * kGolden);
 }
 
 /// The random bits of one row in one step: SplitMix64, one draw for four neighbouring columns.

@@ -53,8 +53,6 @@ class ThreadPoolExecutor final : public Executor {
   explicit ThreadPoolExecutor(ffi::ThreadPool pool)
       : pool_(pool), num_threads_(static_cast<int>(pool.num_threads()) + 1) {}
 
-  int num_threads() const override { return num_threads_; }
-
   void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
     if (num_tasks <= 1 || num_threads_ <= 1) {
       for (int64_t i = 0; i < num_tasks; ++i) task(i);

@@ -65,10 +65,6 @@ JAXSOK_DEFINE_HANDLER(JaxsokEvictRelease, "evict_release", Release);
 
 }  // namespace jaxsok
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokSelectWorkspaceBytes() {
-  return jaxsok::SelectWorkspaceBytes();
-}
+JAXSOK_VISIBLE int64_t JaxsokSelectWorkspaceBytes() { return jaxsok::SelectWorkspaceBytes(); }
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokReleaseWorkspaceBytes(int64_t capacity) {
-  return jaxsok::ReleaseWorkspaceBytes(capacity);
-}
+JAXSOK_VISIBLE int64_t JaxsokReleaseWorkspaceBytes(int64_t capacity) { return jaxsok::ReleaseWorkspaceBytes(capacity); }

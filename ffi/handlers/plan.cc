@@ -87,14 +87,12 @@ JAXSOK_DEFINE_HANDLER(JaxsokPlanRequests, "plan_requests", PlanRequests);
 
 }  // namespace jaxsok
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanWorkspaceBytes(int64_t num_keys) {
-  return jaxsok::PlanWorkspaceBytes(num_keys);
-}
+JAXSOK_VISIBLE int64_t JaxsokPlanWorkspaceBytes(int64_t num_keys) { return jaxsok::PlanWorkspaceBytes(num_keys); }
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanRequestsWorkspaceBytes(int64_t num_keys) {
+JAXSOK_VISIBLE int64_t JaxsokPlanRequestsWorkspaceBytes(int64_t num_keys) {
   return jaxsok::PlanRequestsWorkspaceBytes(num_keys);
 }
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanUsesWorkspaceBytes(int64_t num_keys) {
+JAXSOK_VISIBLE int64_t JaxsokPlanUsesWorkspaceBytes(int64_t num_keys) {
   return jaxsok::PlanUsesWorkspaceBytes(num_keys);
 }

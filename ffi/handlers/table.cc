@@ -131,9 +131,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableWait, "table_wait", Wait);
 
 }  // namespace jaxsok
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokInsertWorkspaceBytes(int64_t num_keys) {
-  return jaxsok::InsertWorkspaceBytes(num_keys);
-}
+JAXSOK_VISIBLE int64_t JaxsokInsertWorkspaceBytes(int64_t num_keys) { return jaxsok::InsertWorkspaceBytes(num_keys); }
 
 /// Returns the minor version of the FFI that this library was built with; an older jaxlib cannot run it.
-extern "C" __attribute__((visibility("default"))) int32_t JaxsokFfiApiMinor() { return XLA_FFI_API_MINOR; }
+JAXSOK_VISIBLE int32_t JaxsokFfiApiMinor() { return XLA_FFI_API_MINOR; }

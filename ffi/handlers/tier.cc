@@ -285,6 +285,4 @@ JAXSOK_DEFINE_HANDLER(JaxsokTierPeek, "tier_peek", Peek);
 
 }  // namespace jaxsok
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokBringWorkspaceBytes(int64_t num_keys) {
-  return jaxsok::BringWorkspaceBytes(num_keys);
-}
+JAXSOK_VISIBLE int64_t JaxsokBringWorkspaceBytes(int64_t num_keys) { return jaxsok::BringWorkspaceBytes(num_keys); }

@@ -175,10 +175,8 @@ JAXSOK_DEFINE_WINDOW_HANDLER(JaxsokUpdateWindow, "update_window", UpdateWindow);
 
 }  // namespace jaxsok
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokUpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
+JAXSOK_VISIBLE int64_t JaxsokUpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
   return jaxsok::UpdateWorkspaceBytes(num_keys, dim);
 }
 
-extern "C" __attribute__((visibility("default"))) int64_t JaxsokSortedUsesBytes(int64_t num_keys) {
-  return jaxsok::SortedUsesBytes(num_keys);
-}
+JAXSOK_VISIBLE int64_t JaxsokSortedUsesBytes(int64_t num_keys) { return jaxsok::SortedUsesBytes(num_keys); }

@@ -70,23 +70,11 @@ __global__ void PrepareTransposeKernel(int32_t* num_uses, int64_t num_unique, Lo
   for (int64_t i = start; i < num_unique; i += stride) num_uses[i] = 0;
 }
 
-// Gives no row to any position: those outside all bags keep it.
-__global__ void PrepareUsesKernel(uint32_t* rows, uint32_t* positions, int64_t num_keys) {
-  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
-  for (int64_t i = start; i < num_keys; i += stride) {
-    rows[i] = kNoRow;
-    positions[i] = 0;
-  }
-}
-
 LaunchError SortByRow(Stream stream, int64_t num_unique, const int32_t* inverse, const BatchView& batch,
                       UsesWorkspace& w) {
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
-  if (batch.num_offsets > 0) {  // only ragged features have positions outside all bags
-    const unsigned blocks = BlocksFor(batch.num_keys, kMostPrepareBlocks);
-    PrepareUsesKernel<<<blocks, kBlock, 0, stream>>>(w.rows, w.positions, batch.num_keys);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  }
+  // Only ragged features have positions outside all bags, which no block lists.
+  if (batch.num_offsets > 0) JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, w.rows, batch.num_keys, kNoRow));
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return SortPairs(stream, w.Pairs(batch.num_keys), BitsBelow(num_unique), w.sort_storage, &w.sort_bytes);

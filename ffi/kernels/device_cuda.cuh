@@ -4,9 +4,10 @@
 
 #include <cuda_runtime.h>
 
+#include <system_error>
 #include <thread>
 
-#include "stream.h"
+#include "launch_cuda.cuh"
 
 namespace jaxsok {
 
@@ -17,11 +18,24 @@ namespace jaxsok {
 template <typename Work>
 LaunchError OnDevice(int32_t device, const Work& work) {
   LaunchError error = nullptr;
-  std::thread([&] {
-    const cudaError_t chosen = cudaSetDevice(device);
-    error = chosen == cudaSuccess ? work() : cudaGetErrorString(chosen);
-  }).join();
+  try {
+    std::thread([&] {
+      const cudaError_t chosen = cudaSetDevice(device);
+      error = chosen == cudaSuccess ? work() : cudaGetErrorString(chosen);
+    }).join();
+  } catch (const std::system_error&) {
+    return kNoThread;
+  }
   return error;
+}
+
+/// Loads a kernel now. CUDA loads others when they are first launched, which may fail for want of memory, and may wait
+/// until other kernels have ended.
+template <typename Kernel>
+LaunchError Load(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  JAXSOK_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  return nullptr;
 }
 
 }  // namespace jaxsok

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -39,17 +41,18 @@ void PlaceNear(int32_t device, void* data, int64_t num_bytes) {
 
 /// Makes the system allocate all pages now, from many threads: clearing them takes most of the time.
 void Touch(char* data, int64_t num_bytes) {
-  const int64_t num_pages = num_bytes / kHugePage;
-  const int64_t num_threads = std::min<int64_t>(std::max(1u, std::thread::hardware_concurrency()), num_pages);
+  std::atomic<int64_t> next{0};
+  const auto touch = [&] {
+    for (int64_t begin = next.fetch_add(kHugePage); begin < num_bytes; begin = next.fetch_add(kHugePage)) {
+      for (int64_t at = 0; at < kHugePage; at += kPage) static_cast<volatile char*>(data)[begin + at] = 0;
+    }
+  };
   std::vector<std::thread> threads;
-  for (int64_t t = 0; t < num_threads; ++t) {
-    threads.emplace_back([=] {
-      const int64_t end = num_pages * (t + 1) / num_threads * kHugePage;
-      for (int64_t at = num_pages * t / num_threads * kHugePage; at < end; at += kPage) {
-        static_cast<volatile char*>(data)[at] = 0;
-      }
-    });
+  try {
+    for (unsigned t = 1; t < std::thread::hardware_concurrency(); ++t) threads.emplace_back(touch);
+  } catch (const std::system_error&) {  // no more threads: those that there are do the work
   }
+  touch();
   for (std::thread& thread : threads) thread.join();
 }
 
@@ -87,8 +90,6 @@ void UnmapHostMemory(int32_t device, void* data, int64_t num_bytes) {
 }
 
 }  // namespace jaxsok
-
-#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
 
 /// Makes a zeroed uint8[num_rows][width] for a device; its deleter frees the memory. Returns nullptr, or what went
 /// wrong.

@@ -229,6 +229,32 @@ struct Feature {
   }
 };
 
+/// Returns the divisor of a bag's mean or sqrtn in each of the `kLanes` lanes that take the bag. All lanes of the warp
+/// call it. `is_use(at)`: the feature's key `at` is no padding.
+template <int kLanes, typename IsUse>
+__device__ __forceinline__ float DivisorOfBag(const Feature& f, const float* weights, int32_t begin, int32_t end,
+                                              const IsUse& is_use) {
+  const int lane = static_cast<int>(threadIdx.x % kLanes), first_lane = static_cast<int>(threadIdx.x % kWarp) - lane;
+  const int longest = __reduce_max_sync(~0u, end - begin);
+  int num_uses = 0;
+  float sum = 0.0f;
+  for (int chunk = 0; chunk < longest; chunk += kLanes) {
+    const int32_t at = begin + chunk + lane;
+    const uint32_t uses = __ballot_sync(~0u, at < end && is_use(at)) >> first_lane & ((1u << kLanes) - 1);
+    if (f.weights_start < 0) {  // in all lanes: the number is exact, where a sum of ones would end at 2^24
+      num_uses += __popc(uses);
+      continue;
+    }
+    const float weight = (uses >> lane & 1) != 0 ? __ldg(weights + f.weights_start + at) : 0.0f;
+    for (int i = 0; i < kLanes; ++i) {  // in the order of the positions
+      const float other = __shfl_sync(~0u, weight, first_lane + i);
+      if ((uses >> i & 1) != 0) sum = sum + (f.combiner == kCombinerSqrtn ? other * other : other);
+    }
+  }
+  const float divisor = f.weights_start < 0 ? static_cast<float>(num_uses) : sum;
+  return f.combiner == kCombinerSqrtn ? sqrtf(divisor) : divisor;
+}
+
 /// `kVector` neighbouring numbers of a row as stored: one load of a lane.
 template <typename Row, int kVector>
 struct Packed;

@@ -124,11 +124,6 @@ struct QuantizedSource : LookupSource<kModeFind, RowType> {
   }
 };
 
-// One block zeroes the counts of all stores: there are tens or hundreds of tables.
-__global__ void __launch_bounds__(kBlock) ClearCountsKernel(int32_t* counts, int num_counts) {
-  for (int i = threadIdx.x; i < num_counts; i += kBlock) counts[i] = 0;
-}
-
 /// Returns the tiles of a batch. Every feature has at least one, with or without keys: this function does not know the
 /// number of its keys. Blocks beyond the last tile in the feature words find no bag and count nothing.
 int32_t NumTilesOf(const FrozenLookup& lookup) {
@@ -146,10 +141,7 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
   int num_tables = 0;
   for (int32_t s = 0; s < num_stores; ++s) num_tables += lookups[s].store.num_tables;
   if (num_tables == 0) return nullptr;
-  if (counts != nullptr) {
-    ClearCountsKernel<<<1, kBlock, 0, stream>>>(counts, num_tables * kNumCounts);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  }
+  if (counts != nullptr) JAXSOK_RETURN_IF_LAUNCH(SetWords(stream, counts, int64_t{num_tables} * kNumCounts, 0));
   for (int32_t s = 0; s < num_stores; ++s) {
     const FrozenLookup& lookup = lookups[s];
     EmbeddingPointers pointers;

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "../core/platform.h"
 #include "pack.h"
 #include "parallel_cpu.h"
 
@@ -412,8 +413,6 @@ bool DoTask(const Part& part, int64_t first, int64_t last) {
 
 }  // namespace
 }  // namespace jaxsok
-
-#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
 
 JAXSOK_VISIBLE int64_t JaxsokPackAddresses(int64_t* pointers, int64_t num_arrays) {
   for (int64_t i = 0; i < num_arrays; ++i) {

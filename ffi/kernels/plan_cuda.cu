@@ -365,28 +365,18 @@ __global__ void __launch_bounds__(kBlock)
   const Feature f = Feature::Load(
       batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, blockIdx.x, batch.num_tiles));
   const int32_t first_bag = (static_cast<int32_t>(blockIdx.x) - f.tile_start) * kBagsPerTile;
-  const int lane = threadIdx.x % kLanes, group_start = static_cast<int>(threadIdx.x % kWarp) - lane;
-  const bool is_weighted = f.weights_start >= 0;
+  const int lane = threadIdx.x % kLanes;
   const bool is_divided = f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn;
   for (int step = 0; step < kLanes; ++step) {
     const int32_t bag = first_bag + step * (kBagsPerTile / kLanes) + static_cast<int32_t>(threadIdx.x / kLanes);
     int32_t begin = 0, end = 0;
     if (bag < f.num_bags) f.BagRange(batch.offsets, bag, &begin, &end);
-    const int longest = __reduce_max_sync(~0u, end - begin);
     float divisor = 0.0f;
-    for (int chunk = 0; is_divided && chunk < longest; chunk += kLanes) {
-      const int32_t at = begin + chunk + lane;
-      const bool is_use = at < end && __ldg(batch.keys + f.key_start + at) != kPaddingKey;
-      const float weight = is_use && is_weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
-      for (int i = 0; i < kLanes; ++i) {  // in the order of the positions
-        const float other = __shfl_sync(~0u, weight, group_start + i);
-        if (__shfl_sync(~0u, is_use ? 1 : 0, group_start + i) != 0) {
-          divisor = divisor + (f.combiner == kCombinerSqrtn ? other * other : other);
-        }
-      }
+    if (is_divided) {
+      divisor = DivisorOfBag<kLanes>(f, batch.weights, begin, end,
+                                     [&](int32_t at) { return __ldg(batch.keys + f.key_start + at) != kPaddingKey; });
     }
     if (bag >= f.num_bags) continue;
-    if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
     const bool is_left_out = is_divided && divisor == 0.0f;
     const uint32_t listed = static_cast<uint32_t>(f.bag_start + bag) | (is_left_out ? kLeftOut : 0);
     if (lane == 0) out.scales[f.bag_start + bag] = ScaleOfBag(is_divided, is_left_out, 1.0f / divisor);

@@ -17,8 +17,6 @@ namespace jaxsok {
 class Executor {
  public:
   virtual ~Executor() = default;
-  /// Returns how many tasks can run at one time, the caller included.
-  virtual int num_threads() const = 0;
   /// Calls task(0) .. task(num_tasks - 1), each once, in any order; returns when all have ended.
   virtual void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) = 0;
 };
@@ -31,6 +29,8 @@ namespace jaxsok {
 
 /// A string with static lifetime that says what went wrong; nullptr if nothing did.
 using LaunchError = const char*;
+
+inline constexpr LaunchError kNoThread = "the system starts no more threads (ulimit -u, or the pids of a container)";
 
 }  // namespace jaxsok
 

@@ -16,7 +16,6 @@ namespace jaxsok {
 class ThreadExecutor final : public Executor {
  public:
   explicit ThreadExecutor(int num_threads) : num_threads_(num_threads) {}
-  int num_threads() const override { return num_threads_; }
   void ParallelFor(int64_t num_tasks, const std::function<void(int64_t)>& task) override {
     std::atomic<int64_t> next{0};
     const auto work = [&] {

@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t kKeysPerChunk = 16384;
 
-uint64_t WordAt(const uint32_t* words) { return Word64(words[0], words[1]); }
-
 /// Removes a ticket from the open ones; returns whether it was there.
 bool TakeOut(TicketsView tickets, uint64_t ticket) {
   uint64_t* end = tickets.open() + tickets.num_open;
@@ -37,7 +35,7 @@ LaunchError LaunchTicketsIssue(Stream, TicketsView tickets, const uint64_t* cons
                                uint32_t layout, uint32_t* ticket) {
   uint64_t digest = 0;
   for (int d = 0; d < num_digests; ++d) digest += *digests[d];
-  const uint64_t issued = tickets.Issue(digest, WordAt(lineage), layout);
+  const uint64_t issued = tickets.Issue(digest, Word64(lineage), layout);
   ticket[0] = static_cast<uint32_t>(issued);
   ticket[1] = static_cast<uint32_t>(issued >> 32);
   for (int s = 0; s < num_stores; ++s) ticket[kNumTicketWords + s] = counters[s][kGeneration];
@@ -48,7 +46,7 @@ LaunchError LaunchTicketsRedeem(Stream, TicketsView tickets, const uint32_t* con
                                 const TicketUse* uses, int num_uses, bool* is_live, int32_t* num_misused) {
   num_misused[0] = 0;
   for (int p = 0; p < num_plans; ++p) {
-    is_live[p] = TakeOut(tickets, WordAt(plans[p]));
+    is_live[p] = TakeOut(tickets, Word64(plans[p]));
     num_misused[0] += !is_live[p];
   }
   for (const TicketUse* use = uses; use != uses + num_uses; ++use) {

@@ -12,8 +12,6 @@ constexpr int kPlansPerLaunch = 32;
 constexpr int kUsesPerLaunch = 128;
 constexpr int kStoresPerLaunch = 64;
 
-__device__ uint64_t WordAt(const uint32_t* words) { return Word64(words[0], words[1]); }
-
 // Each thread adds up keys with a stride, each block adds its sum to the digest.
 // No race: integers are summed by atomics, in any order. They all go to one word, so there are few of them.
 __global__ void __launch_bounds__(kBlock) DigestKernel(KeysView batch, uint64_t* digest) {
@@ -49,7 +47,7 @@ static_assert(sizeof(IssueArguments) <= 4096, "fits into the parameters of a ker
 
 // One warp. All its loads are issued before it waits for any.
 __global__ void __launch_bounds__(kWarp) IssueKernel(const __grid_constant__ IssueArguments a) {
-  const uint64_t lineage = WordAt(a.lineage);
+  const uint64_t lineage = Word64(a.lineage);
   uint64_t digest = 0;
   for (int d = threadIdx.x; d < a.num_digests; d += kWarp) digest += *a.digests[d];
   uint32_t* generations = a.ticket + kNumTicketWords + a.first_store;
@@ -83,7 +81,7 @@ __global__ void __launch_bounds__(kBlock) RedeemKernel(const __grid_constant__ R
   __shared__ uint64_t tickets[kPlansPerLaunch];
   const int thread = threadIdx.x;
   uint64_t* open = a.tickets.open();
-  if (thread < a.num_plans) tickets[thread] = WordAt(a.plans[thread]);
+  if (thread < a.num_plans) tickets[thread] = Word64(a.plans[thread]);
   uint64_t mine = thread < a.tickets.num_open ? open[thread] : 0;
   bool is_stale = false;
   if (thread < a.num_uses) is_stale = *a.uses[thread].generation != a.uses[thread].counters[kGeneration];

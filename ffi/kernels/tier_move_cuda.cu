@@ -437,19 +437,24 @@ LaunchError OpenArea(int32_t device, const void* slab) {
     std::unique_ptr<Link>& link = all.links[device];
     if (link == nullptr) {
       auto opened = std::make_unique<Link>();
-      if (const LaunchError error = OpenLane(&opened->reads)) return error;
-      if (const LaunchError error = OpenLane(&opened->writes)) return error;
+      JAXSOK_RETURN_IF_LAUNCH(OpenLane(&opened->reads));
+      JAXSOK_RETURN_IF_LAUNCH(OpenLane(&opened->writes));
+      // Later calls wait for the end of a job, so that nothing may fail once it has begun.
+      JAXSOK_RETURN_IF_LAUNCH(Load(CopyKernel<true>));
+      JAXSOK_RETURN_IF_LAUNCH(Load(CopyKernel<false>));
+      JAXSOK_RETURN_IF_LAUNCH(Load(EndJobKernel));
       link = std::move(opened);
     }
-    std::unique_ptr<Area>& area = all.areas[{device, slab}];
-    if (area == nullptr) {
+    auto found = all.areas.find({device, slab});
+    if (found == all.areas.end()) {
       auto made = std::make_unique<Area>();
       JAXSOK_RETURN_IF_CUDA(cudaMalloc(&made->on_device, sizeof(AheadArea)));
       made->link = link.get();
       made->buffers.reads = link->reads.jobs;
       made->buffers.writes = link->writes.jobs;
-      area = std::move(made);
+      found = all.areas.emplace(std::make_pair(device, slab), std::move(made)).first;
     }
+    Area* const area = found->second.get();
     JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &area->buffers, sizeof(AheadArea), cudaMemcpyHostToDevice));
     JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));
     area->is_open = true;
@@ -508,6 +513,7 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
   const int num_blocks = BlocksFor(most * kWarp, BlocksBesidesAhead());
   CopyLeavingKernel<<<num_blocks, kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
+  JAXSOK_RETURN_IF_LAUNCH(LastLaunchError());
   return BeginOnLane(stream, &area->link->writes, [&](cudaStream_t own) {
     CopyKernel<true><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
                                                             NumLines(tier.host_bytes));
@@ -523,6 +529,7 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier) {
   if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
+  JAXSOK_RETURN_IF_LAUNCH(LastLaunchError());
   return BeginOnLane(stream, &area->link->reads, [&](cudaStream_t own) {
     CopyKernel<false><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
                                                              NumLines(tier.host_bytes));

@@ -236,7 +236,9 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const UpdateArgu
     const uint32_t* words = store.tables + int64_t{std::min(table, last_table)} * kNumTableWords;
     return RowRounding::Of(words, rounding_of_step, batch.keys[position]);
   };
-  const int64_t num_rows = std::max<int64_t>(1, std::min(store.counters[kNumAllocated], store.capacity));
+  // A cache of rows in host memory has no counters of its own: zeros. Any of its slots may be used.
+  const uint32_t allocated = store.counters[kNumAllocated];
+  const int64_t num_rows = std::max<int64_t>(1, allocated == 0 ? store.capacity : std::min(allocated, store.capacity));
   const auto run = [&](auto row_number, auto gradient_number) {
     using R = decltype(row_number);
     using G = decltype(gradient_number);

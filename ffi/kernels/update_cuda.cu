@@ -30,15 +30,12 @@ struct PlannedPositions {
 };
 
 __global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int32_t* num_stale, LongCounts* num_long,
-                                    uint32_t* rows, uint32_t* positions, int64_t num_rows) {
+                                    uint32_t* rows, int64_t num_rows) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (int64_t t = i; t < num_tables; t += int64_t{gridDim.x} * blockDim.x) num_nonfinite[t] = 0;
   if (i == 0) *num_stale = 0;
   if (i == 0) *num_long = {};
-  for (int64_t p = i; p < num_rows; p += int64_t{gridDim.x} * blockDim.x) {
-    rows[p] = kNoRow;
-    positions[p] = 0;
-  }
+  for (int64_t p = i; p < num_rows; p += int64_t{gridDim.x} * blockDim.x) rows[p] = kNoRow;
 }
 
 template <typename Row>
@@ -71,7 +68,7 @@ LaunchError LaunchSortUses(Stream stream, const StoreView& store, const UpdateAr
   const int64_t num_rows = batch.num_offsets > 0 ? batch.num_keys : 0;
   const unsigned blocks = BlocksFor(std::max<int64_t>({num_rows, store.num_tables, 1}), kMostPrepareBlocks);
   PrepareUpdateKernel<<<blocks, kBlock, 0, stream>>>(a.num_nonfinite, store.num_tables, a.num_stale, w.num_long, w.rows,
-                                                     w.positions, num_rows);
+                                                     num_rows);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
   const PlannedPositions positions{batch.keys, a.row_ids, a.is_live, store.capacity, a.requests, a.num_stale};

@@ -177,29 +177,17 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
     }
   } else {
     const int lane = threadIdx.x % kLanes;
-    const int group_start = static_cast<int>(threadIdx.x % kWarp) - lane;
     const bool weighted = f.weights_start >= 0;
     const bool divided = f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn;
     for (int step = 0; step < kLanes; ++step) {
       const int32_t bag = first_bag + step * (kBagsPerTile / kLanes) + static_cast<int32_t>(threadIdx.x / kLanes);
       int32_t begin = 0, end = 0;
       if (bag < f.num_bags) f.BagRange(batch.offsets, bag, &begin, &end);
-      const int longest = __reduce_max_sync(~0u, end - begin);
       float scale = 1.0f;
       bool left_out = false;
       if (divided) {
-        float divisor = 0.0f;
-        for (int chunk = 0; chunk < longest; chunk += kLanes) {
-          const int32_t at = begin + chunk + lane;
-          const bool real = at < end && !positions.IsPadding(int64_t{f.key_start} + at);
-          const float weight = real && weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
-          for (int i = 0; i < kLanes; ++i) {
-            const bool use = __shfl_sync(~0u, real ? 1 : 0, group_start + i) != 0;
-            const float other = __shfl_sync(~0u, weight, group_start + i);
-            if (use) divisor = divisor + (f.combiner == kCombinerSqrtn ? other * other : other);
-          }
-        }
-        if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
+        const float divisor = DivisorOfBag<kLanes>(
+            f, batch.weights, begin, end, [&](int32_t at) { return !positions.IsPadding(int64_t{f.key_start} + at); });
         left_out = divisor == 0.0f;
         scale = left_out ? 0.0f : 1.0f / divisor;
       }

@@ -409,8 +409,6 @@ WindowSet* SetOf(int32_t window) {
 }  // namespace
 }  // namespace jaxsok
 
-#define JAXSOK_VISIBLE extern "C" __attribute__((visibility("default")))
-
 /// Names the devices of a mesh: `ordinals` has those of each group, by shard; -1: a device of another process. Returns
 /// nullptr, or what went wrong.
 JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, int32_t num_shards,
@@ -440,15 +438,19 @@ JAXSOK_VISIBLE const char* JaxsokWindowOpen(int32_t window, int32_t num_groups, 
     }
   }
   // Reports failures while the rest of the process may be waiting for a failed device.
-  std::thread([groups = &set->groups] {
-    for (;;) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      for (auto& group : *groups) {
-        std::lock_guard<std::mutex> look(group->mutex);
-        group->Look();
+  try {
+    std::thread([groups = &set->groups] {
+      for (;;) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        for (auto& group : *groups) {
+          std::lock_guard<std::mutex> look(group->mutex);
+          group->Look();
+        }
       }
-    }
-  }).detach();
+    }).detach();
+  } catch (const std::system_error&) {
+    return kNoThread;
+  }
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   registry.sets[window] = std::move(set);

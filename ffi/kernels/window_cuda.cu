@@ -218,13 +218,6 @@ void WithWord(int word_bytes, const Work& work) {
   }
 }
 
-template <typename Kernel>
-LaunchError Load(Kernel* kernel) {
-  cudaFuncAttributes attributes;
-  JAXSOK_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
-  return nullptr;
-}
-
 }  // namespace
 
 LaunchError LaunchWindowExchange(Stream stream, WindowExchange& exchange, const void* lines, int64_t part_bytes,

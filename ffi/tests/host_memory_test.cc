@@ -2,6 +2,9 @@
 #include "../kernels/host_memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "testing.h"
 
@@ -35,6 +38,19 @@ void MakeWriteDelete(int64_t num_rows, int64_t width) {
   JAXSOK_CHECK(msync(data, 4096, MS_ASYNC) != 0);  // no longer mapped
 }
 
+/// A process that may start no thread touches its memory by itself.
+void MakeWithoutThreads() {
+  const pid_t child = fork();
+  if (child == 0) {
+    const rlimit none{0, 0};
+    const bool is_limited = setrlimit(RLIMIT_NPROC, &none) == 0 && (geteuid() != 0 || setuid(65534) == 0);
+    if (is_limited) MakeWriteDelete(4 * 1024, 2 * 1024);
+    _exit(is_limited && NumFailures() == 0 ? 0 : 1);
+  }
+  int status = 0;
+  JAXSOK_CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 }  // namespace
 }  // namespace jaxsok
 
@@ -43,6 +59,7 @@ int main() {
   MakeWriteDelete(1, 16);
   MakeWriteDelete(12345, 528);          // ends within a huge page
   MakeWriteDelete(4 * 1024, 2 * 1024);  // ends at the end of a huge page
+  MakeWithoutThreads();
   DLManagedTensor* managed = nullptr;
   JAXSOK_CHECK(JaxsokHostMemoryNew(0, int64_t{1} << 40, 1 << 20, &managed) != nullptr);
   JAXSOK_CHECK(managed == nullptr);

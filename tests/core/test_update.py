@@ -273,6 +273,16 @@ def test_keys_of_a_bag_without_divisor_are_no_uses(combiner):
     assert programs.counts(stats)["num_found"] == 4
 
 
+@pytest.mark.gpu
+def test_the_divisor_of_a_bag_is_the_exact_number_of_its_keys():
+    """Ones that are summed in float32 would end at 2**24."""
+    num_keys = 2**25
+    collection = zeros_table(combiner="mean", optimizer=jaxsok.optim.sgd(1.0))
+    bags = jaxsok.Bags(np.full(num_keys, 7), offsets=np.array([0, num_keys]))
+    _, after, _ = rows_after(collection, bags, np.ones((1, DIM), np.float32))
+    np.testing.assert_allclose(after[7], -np.ones(DIM, np.float32), rtol=1e-3)
+
+
 def test_a_sum_that_overflows_is_not_finite():
     """Finite gradients whose sum is not finite are skipped and counted like any other."""
     collection = programs.one_table()
