@@ -40,23 +40,32 @@ def from_words(words: Any) -> np.ndarray:
 def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array, "... 2"]:
     """Returns the words of keys: NumPy integers, or a `jax.Array` of words, int64, or int32 if `key_dtype` says so."""
     keys = keys if isinstance(keys, jax.Array) else as_array(keys, what)
+    shape_of(keys, key_dtype, what)
+    if isinstance(keys, np.ndarray):
+        return to_words(keys, what)
+    if keys.dtype == jnp.uint32:
+        return keys
+    words = jax.lax.bitcast_convert_type(keys, jnp.uint32)
+    if keys.dtype == jnp.int32:
+        return jnp.stack([words, jnp.where(keys < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))], axis=-1)
+    return words
+
+
+def shape_of(keys: np.ndarray | jax.Array, key_dtype: str, what: str) -> tuple[int, ...]:
+    """Returns the shape of keys, of which a `jax.Array` may hold words; raises if its dtype can hold no keys."""
     if keys.ndim == 0:
         raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
     if isinstance(keys, np.ndarray):
-        return to_words(keys, what)
+        return keys.shape
     if keys.dtype == jnp.uint32:
         if keys.shape[-1] != 2:
             raise ValueError(
                 f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape {list(keys.shape)}, "
                 "wanted [..., 2]; pass NumPy int64, or view it as words with jaxsok.keys.to_words."
             )
-        return keys
-    if keys.dtype in (jnp.dtype("int64"), jnp.dtype("uint64")):
-        return jax.lax.bitcast_convert_type(keys, jnp.uint32)
-    if keys.dtype == jnp.int32 and key_dtype == "int32":
-        low = jax.lax.bitcast_convert_type(keys, jnp.uint32)
-        high = jnp.where(keys < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
-        return jnp.stack([low, high], axis=-1)
+        return keys.shape[:-1]
+    if keys.dtype in (jnp.dtype("int64"), jnp.dtype("uint64")) or (keys.dtype == jnp.int32 and key_dtype == "int32"):
+        return keys.shape
     if keys.dtype == jnp.int32:
         raise TypeError(
             f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX narrowed in silence"

@@ -283,27 +283,26 @@ def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> Part:
     weights = _read_weights(spec, bags, words.shape[:-1], what)
     if bags.lengths is not None or bags.offsets is not None:
         return _read_ragged(spec, bags, words, weights, what)
-    if words.ndim == 2:
-        num_bags, hotness, shape = words.shape[0], 1, (words.shape[0],)
-    elif words.ndim == 3:
-        num_bags, hotness = words.shape[:2]
-        if hotness == 0:
-            raise ValueError(
-                f"{what}: keys: got shape {[num_bags, 0]}, wanted at least one column; ragged keys "
-                "need lengths or offsets: Bags(keys, lengths=...)."
-            )
-        shape = (num_bags,) if spec.combiner else (num_bags, hotness)
-    else:
-        raise ValueError(
-            f"{what}: keys: got shape {list(words.shape[:-1])}, wanted [num_bags] or [num_bags, hotness]; ragged keys "
-            "need lengths or offsets: Bags(keys, lengths=...)."
-        )
+    shape = words.shape[:-1]
+    require_rectangle(shape, what)
+    num_bags, hotness = (*shape, 1)[:2]
+    if spec.combiner:
+        shape = (num_bags,)
     words = words.reshape(-1, 2)
     weights = None if weights is None else weights.reshape(-1)
     _limit(spec, words.shape[0], what)
     if spec.combiner is None:
         num_bags, hotness = words.shape[0], 1
     return Part(spec, words, None, weights, num_bags, hotness, shape)
+
+
+def require_rectangle(shape: Sequence[int], what: str) -> None:
+    """Refuses keys without lengths or offsets that are no bags of one length, by their shape."""
+    ragged = "ragged keys need lengths or offsets: Bags(keys, lengths=...)"
+    if len(shape) not in (1, 2):
+        raise ValueError(f"{what}: keys: got shape {list(shape)}, wanted [num_bags] or [num_bags, hotness]; {ragged}.")
+    if shape[-1] == 0 and len(shape) == 2:
+        raise ValueError(f"{what}: keys: got shape {list(shape)}, wanted at least one column; {ragged}.")
 
 
 def _limit(spec: FeatureSpec, num_keys: int, what: str) -> None:

@@ -102,6 +102,8 @@ def read_bags(spec: FeatureSpec, value: Any, what: str) -> tuple[Bags, int]:
     weights = raw_features.weights_on_host(bags.weights, keys.shape, what)
     is_ragged = bags.lengths is not None or bags.offsets is not None
     offsets = raw_features.read_offsets(bags, words, what) if is_ragged else None
+    if not is_ragged:
+        raw_features.require_rectangle(keys.shape, what)
     num_bags = keys.shape[0] if offsets is None else offsets.shape[0] - 1
     inverse = None if bags.inverse is None else raw_features.read_inverse(bags, num_bags, what)
     return Bags(keys, offsets=offsets, weights=weights, inverse=inverse), num_bags
@@ -234,7 +236,9 @@ def _pack_on_device(
                 f"{what}: got ragged keys together with device arrays, wanted NumPy for all features, or rectangles: "
                 "when traced, it is not known which keys are of which shard."
             )
-        pair = {"keys": bags.keys} if bags.weights is None else {"keys": bags.keys, "weights": bags.weights}
+        keys = bags.keys if isinstance(bags.keys, jax.Array) else keys_lib.as_array(bags.keys, what)
+        raw_features.require_rectangle(keys_lib.shape_of(keys, spec.key_dtype, what), what)
+        pair = {"keys": keys} if bags.weights is None else {"keys": keys, "weights": bags.weights}
         for name, array in pair.items():
             pair[name] = _place(what, name, array, spec, shards)
         arrays[spec.name] = pair

@@ -208,7 +208,7 @@ class Session:
         `missing` are of distinct keys of each call: hits were in the cache, missing ones are misses that no tier has.
         Warming up is not counted. With an `update_source`, `lag_versions` of its stream are not served, the first of
         them for `lag_s` seconds; the last one was served after `delay_s`; and `is_following` is False while Redis does
-        not answer or a version is refused.
+        not answer, it refuses the position of this server, or a version is refused.
         """
         served = self._find("stats", model)
         follower = self._followers.get(served.config.model)

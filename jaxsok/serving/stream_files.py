@@ -12,7 +12,8 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import redis
@@ -37,8 +38,39 @@ def is_of_tls(text: str) -> bool:
     return "[SSL" in text
 
 
+def with_nodes(url: str, nodes: Iterable[str]) -> str:
+    """Returns a URL that also names these nodes of a cluster.
+
+    Example:
+      >>> with_nodes("redis://user:secret@a:1", ["b:2", "a:1"])
+      'redis://user:secret@a:1,b:2'
+    """
+    parts = urllib.parse.urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    return parts._replace(netloc=user + at + ",".join(dict.fromkeys([*hosts.split(","), *nodes]))).geturl()
+
+
+def _urls_of(url: str) -> list[str]:
+    """Returns a URL for each node that a URL names."""
+    parts = urllib.parse.urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    if "," not in hosts:
+        return [url]
+    return [parts._replace(netloc=user + at + host).geturl() for host in hosts.split(",")]
+
+
 def connect(url: str) -> Any:
-    """Connects to a Redis, or to a cluster by one of its nodes."""
+    """Connects to a Redis, or to a cluster by the first node that answers of those that the URL names."""
+    *others, last = _urls_of(url)
+    for node in others:
+        try:
+            return _connect(node)
+        except (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError):
+            pass  # the next node may answer
+    return _connect(last)
+
+
+def _connect(url: str) -> Any:
     options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
         client = redis.Redis.from_url(url, **options)

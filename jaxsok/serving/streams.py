@@ -46,6 +46,7 @@ from jaxsok.serving.stream_files import (
     WANTED_KEYS,
     connect,
     text_of,
+    with_nodes,
 )
 from jaxsok.serving.temporary import TemporaryFolder
 
@@ -132,6 +133,14 @@ class _Stream:
     def _client(self) -> Any:
         return connect(self.url)
 
+    def url_now(self) -> str:
+        """Returns a URL that also names the nodes a cluster has by now: the one that was named may have gone."""
+        client = vars(self).get("_client")
+        if not isinstance(client, redis.RedisCluster):
+            return self.url
+        nodes = (f"[{node.host}]" if ":" in node.host else node.host for node in client.get_nodes())
+        return with_nodes(self.url, map("{}:{}".format, nodes, (node.port for node in client.get_nodes())))
+
     def call(self, run: Callable[[Any], T]) -> T:
         client = None
         try:
@@ -208,8 +217,8 @@ class Publisher:
 
     One publisher at a time publishes a model; of a job with several processes, the first. Where several publish a
     version at once, it is added once. `url` is that of Redis, as `redis://host:6379`, `rediss://` with TLS; of a
-    cluster, one of its nodes. The stream has versions of at most `max_bytes`, while one is published also that one:
-    give Redis memory for twice as much, and no eviction.
+    cluster, some of its nodes, as `redis://host:6379,other:6379`. The stream has versions of at most `max_bytes`, while
+    one is published also that one: give Redis memory for twice as much, and no eviction.
 
     Example:
       >>> Publisher("redis://10.0.0.1:6379", "dlrm", max_bytes=8 << 30).name  # connects when it publishes
@@ -361,7 +370,7 @@ class _Fetcher:
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError):  # the process has ended
-            print(json.dumps([self._stream.url, *version]), file=process.stdin, flush=True)
+            print(json.dumps([self._stream.url_now(), *version]), file=process.stdin, flush=True)
         answer = process.stdout.readline()
         if answer.endswith("\n"):
             return json.loads(answer)
@@ -425,6 +434,7 @@ class Follower(Repeated):
         self._position = "0-0"  # the last version that the tables hold
         self._pending: list[_Entry] = []  # those after it
         self._error, self._delay_s, self._is_careful = "", 0.0, False
+        self._unnoted = ""  # why Redis did not take the position
         self._fetcher = _Fetcher(self._stream)
         # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
         self._folder = TemporaryFolder("stream")
@@ -451,7 +461,7 @@ class Follower(Repeated):
             "lag_versions": len(pending),
             "lag_s": pending[0].age_s if pending else 0.0,
             "delay_s": self._delay_s,
-            "is_following": not self._error,
+            "is_following": not (self._error or self._unnoted),
         }
 
     def _follow(self) -> float:
@@ -489,12 +499,13 @@ class Follower(Repeated):
         base = self._pending[0].base if self._pending else None
         is_lost = base is not None and any(held[name] != base for name in lacking)
         # A server that needs another export does not keep the publisher from going on.
-        self._stream.note(self._consumer, self._pending[-1].id if is_lost else self._position)
+        self._note(self._pending[-1].id if is_lost else self._position)
         if is_lost:
             raise ServingError(
                 f'follow: stream "{self._stream.name}": got the delta {self._pending[0].uuid} next, which rests on '
                 f"{base}, but the tables hold {sorted({uuid or 'none' for uuid in held.values()})}: the versions "
-                "between were trimmed, or Session.update has set the tables back, or keys were cut to 32 bits (none). "
+                "between were trimmed, or Session.update has set the tables back, or keys were cut to 32 bits, or "
+                "initialize_after_startup: false read no export (none). "
                 "Wanted a full export: publish one, or load an export of then or later, by Session.update or as "
                 "sparse_files."
             )
@@ -526,8 +537,20 @@ class Follower(Repeated):
         self._forget([entry.uuid for entry in batch])
         self._is_careful, self._delay_s = False, batch[0].age_s
         self._position, self._pending = batch[-1].id, self._pending[len(batch) :]
-        self._stream.note(self._consumer, self._position)
+        self._note(self._position)
         return len(batch)
+
+    def _note(self, position: str) -> None:
+        """Notes the position. If Redis refuses it, as without memory, the publisher may wait, but this one goes on."""
+        try:
+            self._stream.note(self._consumer, position)
+            self._unnoted = ""
+        except DatabaseError as error:
+            if not isinstance(error.__cause__, redis.ResponseError):
+                raise
+            if not self._unnoted:
+                _log.error("%s; versions are read, but their publisher does not learn it", str(error).rstrip("."))
+            self._unnoted = str(error)
 
     @contextlib.contextmanager
     def _fetching(self, after: str) -> Iterator[None]:

@@ -346,6 +346,28 @@ def test_a_batch_that_does_not_divide_the_axis(kind, num_samples):
         over_two().batch({"user": value})
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.zeros((4, 0), np.int64),
+        lambda: np.zeros((4, 2, 2), np.int64),
+        lambda: jnp.arange(4, dtype=jnp.uint32),
+        lambda: jnp.zeros((4, 3), jnp.uint32),
+        lambda: jnp.zeros((4, 2, 2, 2), jnp.uint32),
+        lambda: jnp.zeros(4, jnp.float32),
+        lambda: jnp.arange(4),
+    ],
+)
+def test_keys_are_named_as_on_one_device(collection, make):
+    """And not by the part of a shard."""
+    messages = []
+    for declared in (collection, over_two()):
+        with pytest.raises((TypeError, ValueError)) as info:
+            declared.batch({"user": make()})
+        messages.append(f"{info.type.__name__}: {info.value}")
+    assert messages[0] == messages[1]
+
+
 def test_samples_split_over_another_axis():
     """Such samples are refused, since moving them would be a collective that the user did not request."""
     declared = over_two(("data", "model"))

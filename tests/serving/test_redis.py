@@ -267,7 +267,7 @@ def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, serv
 
 
 def test_reads_after_a_time_out_fail_at_once_until_one_has_asked_again(redis, server, monkeypatch):
-    """Writes are tried; when the server is back, the first read after the rest brings all others back."""
+    """When the server is back, the first read after the rest brings all others back, and so does a write."""
     monkeypatch.setattr(rows_lib, "RETRY_S", 2.0)
     rows = DatabaseRows([redis(timeout_s=0.5)], "dlrm", [USER])
     rows.insert("user", u64(1), rows_for([1], 4))
@@ -283,11 +283,33 @@ def test_reads_after_a_time_out_fail_at_once_until_one_has_asked_again(redis, se
         assert max(seconds() for _ in range(20)) < 0.4
         time.sleep(2.0)
         assert seconds() >= 0.5
-    rows.insert("user", u64(2), rows_for([2], 4))
     assert seconds() < 0.4
     time.sleep(2.0)
+    content = {key: rows_for([key], 4)[0] for key in (1, 2)}
     for _ in range(2):
-        check(rows, "user", [1, 2], {key: rows_for([key], 4)[0] for key in (1, 2)})
+        check(rows, "user", [1], content)
+    with server.frozen():
+        assert seconds() >= 0.5
+    assert seconds() < 0.4
+    rows.insert("user", u64(2), rows_for([2], 4))
+    check(rows, "user", [1, 2], content)
+
+
+def test_a_cluster_that_hangs_is_waited_for_once(cluster):
+    """Its client asks all nodes, one after the other, and then has an error of its own."""
+    with contextlib.closing(redis_at(cluster.address, timeout_s=0.3)) as database, contextlib.ExitStack() as frozen:
+        rows = DatabaseRows([database], "dlrm", [USER])
+        rows.insert("user", u64(1), rows_for([1], 4))
+        for server in cluster.servers:
+            frozen.enter_context(server.frozen())
+        begin, times = time.monotonic(), []
+        while time.monotonic() - begin < 6:
+            start = time.monotonic()
+            with pytest.raises(DatabaseError):
+                rows.fetch("user", u64(1))
+            times.append(time.monotonic() - start)
+        assert sum(seconds < 0.1 for seconds in times) > 20  # within the rest after a time-out
+    cluster.wait()
 
 
 @pytest.mark.parametrize("policy", ["evict_random", "evict_oldest", "evict_least_used"])

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import os
+import resource
 import struct
 import subprocess
 import sys
@@ -14,8 +16,10 @@ import pytest
 from database_cases import DIMS, ITEM, USER, check, rocks_at, rows_for, u64
 from waiting import wait_until
 
+from jaxsok.serving import FrozenTable
 from jaxsok.serving.databases import DatabaseRows
 from jaxsok.serving.errors import DatabaseError
+from jaxsok.serving.padding import slices
 
 
 def test_rocksdb_has_rows_where_hps_has_them(tmp_path):
@@ -55,6 +59,38 @@ def test_a_folder_is_opened_by_one_that_writes_and_keeps_its_rows(tmp_path):
     for op in (rows.num_rows, lambda table: rows.fetch(table, u64(5)), lambda table: list(rows.keys(table))):
         with pytest.raises(DatabaseError, match="closed, wanted it open"):
             op("user")
+
+
+def test_a_limit_of_open_files_bounds_neither_rows_nor_readers(tmp_path, monkeypatch):
+    """A database has more files than a process may open, as RocksDB sees the limit."""
+    from jaxsok.serving.databases import rocksdb
+
+    monkeypatch.setattr(rocksdb, "_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(rocksdb, "_UNWRITTEN_BYTES", 2 << 20)
+    wide, rng = FrozenTable("wide", dim=256, default=0.0), np.random.default_rng(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
+    try:
+        database = rocks_at(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with contextlib.closing(database):
+        rows = DatabaseRows([database], "dlrm", [wide])
+        content = rng.standard_normal((60_000, wide.dim), np.float32)
+        for part in slices(len(content), 5_000):
+            rows.insert("wide", np.arange(len(content), dtype=np.uint64)[part], content[part])
+        assert len(list(tmp_path.glob("*.sst"))) > 40
+        assert len(os.listdir("/proc/self/fd")) - num_before < 50
+        asked = rng.integers(0, len(content), 500)
+        np.testing.assert_array_equal(rows.fetch("wide", asked.astype(np.uint64))[0], content[asked])
+
+
+def test_errors_of_rocksdb_say_what_would_help():
+    from jaxsok.serving.databases import rocksdb
+
+    for text, wanted in (("IO error: Too many open files: x.sst", "ulimit -n"), ("Read-only file system", "may write")):
+        assert wanted in rocksdb._wanted(Exception(text))
 
 
 def test_keys_that_come_and_go_do_not_lower_the_count(tmp_path):

@@ -437,8 +437,12 @@ def test_nothing_is_sent_twice_to_a_cluster_that_hangs(cluster, monkeypatch):
         assert client.lrange("list", 0, -1) == [b"first", b"second"]
 
 
-def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path):
-    """Not the one that has the stream, but the one that the client asks about commands: a replica takes over."""
+@pytest.mark.parametrize("has_read", [True, False])
+def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path, has_read):
+    """Not the one that has the stream, but the one that URL and client name: a replica takes over.
+
+    The process that reads versions has connected before, or connects then.
+    """
     with running(Cluster, tmp_path, True) as cluster:
         nodes = cluster.servers[:3]
         slot = nodes[0].client.execute_command("CLUSTER KEYSLOT", "jaxsok:{dlrm}")
@@ -450,6 +454,8 @@ def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path):
             wait_until(lambda: serves(session, training))
             for node in nodes:
                 node.client.execute_command("WAIT", 1, 2000)
+            if not has_read:
+                session._followers["dlrm"]._fetcher.close()
             named.process.kill()
             named.process.wait()
             others = [server for server in cluster.servers if server is not named]
@@ -467,6 +473,29 @@ def test_a_server_follows_where_a_node_of_the_cluster_died(tmp_path):
             wait_until(lambda: session.stats()["is_following"])
             wait_until(lambda: session.stats()["lag_versions"] == 0)
             assert serves(session, training)
+        training.publisher.close()
+        if not has_read:
+            url = f"redis://{named.address},{others[0].address}"
+            with serve(url, training, consumer="later") as session:  # it names the one that is gone first
+                wait_until(lambda: serves(session, training))
+
+
+def test_a_server_goes_on_where_redis_refuses_its_position(tmp_path, caplog):
+    with running(Server, tmp_path) as server:
+        url = f"redis://{server.address}"
+        training = Training(tmp_path, url)
+        training.publisher.publish(training.first)
+        training.publish()
+        server.client.execute_command("CONFIG", "SET", "min-replicas-to-write", 1)
+        with serve(url, training) as session:
+            assert serves(session, training)
+            assert session.stats()["lag_versions"] == 0 and not session.stats()["is_following"]
+            refused = [record for record in caplog.records if "their publisher does not learn it" in record.message]
+            assert len(refused) == 1 and "NOREPLICAS" in refused[0].message
+            server.client.execute_command("CONFIG", "SET", "min-replicas-to-write", 0)
+            wait_until(lambda: session.stats()["is_following"])
+            training.publish()
+            wait_until(lambda: serves(session, training))
         training.publisher.close()
 
 

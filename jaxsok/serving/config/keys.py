@@ -80,7 +80,9 @@ def is_url_of_redis(text: str) -> bool:
     """Returns whether a text is a URL of Redis; errors of other parsers may show a part of its password."""
     try:
         url = urllib.parse.urlsplit(text)
-        can_connect = text.startswith(("redis://", "rediss://", "unix://")) and url.port != 0
+        nodes = url.netloc.rpartition("@")[2].split(",")
+        can_connect = text.startswith(("redis://", "rediss://", "unix://")) and (len(nodes) == 1 or all(nodes))
+        can_connect = can_connect and 0 not in [url._replace(netloc=node).port for node in nodes]
     except ValueError:
         return False
     return can_connect and "@" not in url.path + url.query + url.fragment  # else it cut a password

@@ -207,7 +207,7 @@ class UpdateSource:
     type: Literal["redis_stream"] | None = declare(keys.UPDATE_TYPE, None)
     """The kind of stream; None: versions come by `Session.update`."""
     brokers: str = declare(keys.TEXT, "", repr=False)
-    """The URL of Redis, as `redis://host:6379`, `rediss://` with TLS; of a cluster, one of its nodes."""
+    """The URL of Redis, as `redis://host:6379`, `rediss://` with TLS; of a cluster, some of its nodes, with commas."""
     consumer: str = declare(keys.SOME_TEXT, socket.gethostname(), block="jaxsok")
     """The name under which Redis keeps the position of this server; each server has another."""
 

@@ -57,8 +57,7 @@ class RedisDatabase(Database):
         self._config = config
         self._places = threading.BoundedSemaphore(config.num_node_connections)
         self._hung_at = 0.0  # when a call has waited in vain last
-        is_late = lambda error: isinstance(error.__cause__, redis.TimeoutError | TimeoutError)  # noqa: E731
-        self._breaker = CircuitBreaker(is_late)  # of reads
+        self._breaker = CircuitBreaker(lambda error: _is_late(error.__cause__))  # of reads
         self._writing, self._is_unsettled = threading.Lock(), False  # the second is written under the first
         self._name = f"jaxsok-{uuid.uuid4()}"
         options: dict[str, Any] = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
@@ -186,6 +185,7 @@ class RedisDatabase(Database):
                 if not is_refusal or isinstance(self._client, redis.RedisCluster):
                     self._is_unsettled = True
                 raise
+        self._breaker.reset()  # it answers again, and who writes rows may read them next
 
     def _end_connections(self) -> None:
         """Ends all connections of this object: a server that hung could still carry out what they had sent.
@@ -216,7 +216,7 @@ class RedisDatabase(Database):
             try:
                 return run()
             except (redis.RedisError, RedisClusterException, OSError) as error:
-                if isinstance(error, redis.TimeoutError | TimeoutError):
+                if _is_late(error):
                     self._hung_at = time.monotonic()
                 raise self._failure(error) from error
         finally:
@@ -249,6 +249,12 @@ def partition_of(keys: np.ndarray, num_partitions: int) -> np.ndarray:
         rotated = [mixed >> np.uint64(bits) | mixed << np.uint64(64 - bits) for bits in (first, second)]
         mixed = (mixed ^ rotated[0] ^ rotated[1]) * np.uint64(factor)
     return ((mixed ^ mixed >> np.uint64(28)) % np.uint64(num_partitions)).astype(np.int64)
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Returns whether Redis did not answer in time, or no node of a cluster did, of which the client then tells."""
+    late = redis.TimeoutError, TimeoutError
+    return isinstance(error, late) or (isinstance(error, RedisClusterException) and isinstance(error.__cause__, late))
 
 
 def _set(name: str, fields: Sequence[bytes], values: Sequence[Any]) -> tuple[Any, ...]:

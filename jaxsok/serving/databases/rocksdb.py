@@ -5,6 +5,7 @@ import itertools
 import logging
 import pathlib
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _MEMORY_TABLES = "active-mem-table", "imm-mem-tables"  # in the order in which entries move
 _Result = TypeVar("_Result")
 _CACHE_MB, _UNWRITTEN_BYTES = 8, 64 << 20  # of a table: blocks that were read (as in HPS), and rows to be written
+_FILE_BYTES = 64 << 20  # of rows that were written
 
 
 @final
@@ -51,6 +53,11 @@ class RocksDatabase(Database):
         self._options.increase_parallelism(config.num_threads)
         self._options.optimize_for_point_lookup(_CACHE_MB)
         self._options.optimize_level_style_compaction(_UNWRITTEN_BYTES)
+        self._options.set_target_file_size_base(_FILE_BYTES)
+        most_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # Of a reader RocksDB has to keep all files open, since the writer deletes them.
+        if not config.read_only and most_open != resource.RLIM_INFINITY:
+            self._options.set_max_open_files(max(20, most_open // 4))  # 20: RocksDB's least
         self.is_followed = config.read_only
         with contextlib.ExitStack() as opened:
             kinds = rocksdict.AccessType
@@ -153,12 +160,20 @@ class RocksDatabase(Database):
             try:
                 return run()
             except Exception as error:  # rocksdict raises no other kind
-                raise DatabaseError(
-                    f'persistent_db: path: got an error of RocksDB at "{self._path}" ({error}), wanted a folder that '
-                    "no other process has open to write, and space on its disk; after a full disk open it again."
-                ) from error
+                got = f'got an error of RocksDB at "{self._path}" ({error})'
+                raise DatabaseError(f"persistent_db: path: {got}, wanted {_wanted(error)}.") from error
         finally:  # also after Ctrl-C
             self._running.discard(call)
+
+
+def _wanted(error: Exception) -> str:
+    """Returns what would help against an error of RocksDB, which has no kinds."""
+    text = str(error)
+    if "Too many open files" in text:
+        return "a higher limit of open files (ulimit -n)"
+    if "Read-only file system" in text or "Permission denied" in text:
+        return "a folder in which this process may write, also with read_only: rocksdict writes rocksdict-config.json"
+    return "a folder that no other process has open to write, and space on its disk; after a full disk open it again"
 
 
 def _count_values(column: Any) -> int:

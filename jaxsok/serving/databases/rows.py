@@ -44,6 +44,10 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         return time.monotonic() < self._until
 
+    def reset(self) -> None:
+        """Notes that a call of another kind was answered: the next one is made."""
+        self._until = 0.0
+
     @contextlib.contextmanager
     def unless_open(self) -> Iterator[bool]:
         """Surrounds a call; yields whether to make it."""

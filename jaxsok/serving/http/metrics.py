@@ -37,7 +37,7 @@ _OF_SESSION = (  # kind, metric, its name in `Session.stats`, and its text
     (_GAUGE, "stream_lag_versions", "lag_versions", "versions of update_source that are not served"),
     (_GAUGE, "stream_lag_seconds", "lag_s", "how long ago the first of them was published"),
     (_GAUGE, "stream_delay_seconds", "delay_s", "of the last version: from its publication until it was served"),
-    (_GAUGE, "stream_is_following", "is_following", "1 while Redis answers and no version is refused"),
+    (_GAUGE, "stream_is_following", "is_following", "1 while Redis answers, and neither it nor the server refuses"),
 )
 
 
