@@ -80,8 +80,8 @@ def test_a_limit_of_open_files_bounds_neither_rows_nor_readers(tmp_path, monkeyp
         content = rng.standard_normal((60_000, wide.dim), np.float32)
         for part in slices(len(content), 5_000):
             rows.insert("wide", np.arange(len(content), dtype=np.uint64)[part], content[part])
-        assert len(list(tmp_path.glob("*.sst"))) > 40
-        assert len(os.listdir("/proc/self/fd")) - num_before < 50
+        assert len(list(tmp_path.glob("*.sst"))) > 20  # of which RocksDB may keep 20 open
+        assert len(os.listdir("/proc/self/fd")) - num_before < 40
         asked = rng.integers(0, len(content), 500)
         np.testing.assert_array_equal(rows.fetch("wide", asked.astype(np.uint64))[0], content[asked])
 
