@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import os
-import resource
 import struct
 import subprocess
 import sys
@@ -68,13 +67,9 @@ def test_a_limit_of_open_files_bounds_neither_rows_nor_readers(tmp_path, monkeyp
     monkeypatch.setattr(rocksdb, "_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(rocksdb, "_UNWRITTEN_BYTES", 2 << 20)
     wide, rng = FrozenTable("wide", dim=256, default=0.0), np.random.default_rng(0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_before = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
-    try:
-        database = rocks_at(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(rocksdb.resource, "getrlimit", lambda kind: (80, 80))
+    database = rocks_at(tmp_path)
     with contextlib.closing(database):
         rows = DatabaseRows([database], "dlrm", [wide])
         content = rng.standard_normal((60_000, wide.dim), np.float32)
