@@ -551,7 +551,9 @@ def test_a_clock_of_ones_own(by_path):
     cases.assert_clocked(collection, layer.tables.get_value(), left)
 
 
-@pytest.mark.parametrize("name, num_devices", [("graph", 1), ("tree", 1), ("graph", 2)])
+@pytest.mark.parametrize(
+    "name, num_devices", [("graph", 1), ("tree", 1), pytest.param("graph", 2, marks=pytest.mark.slow)]
+)
 def test_growth_finds_its_program(name, num_devices, by_doubling):
     """Two growths make no call wait for a compilation; losses and tables are those of the plain step."""
     with in_mode(name):

@@ -1041,7 +1041,8 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
     assert len(tables.exchange_rows(found, False)) == len(found)
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
 def test_a_quick_run_of_training_measures_the_whole_and_its_parts(tmp_path, monkeypatch, number):
     if len(jax.devices()) < number:
         pytest.skip(f"needs {number} devices; there are {len(jax.devices())}")

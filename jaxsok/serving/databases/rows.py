@@ -60,7 +60,10 @@ class CircuitBreaker:
         try:
             yield True
         except BaseException as error:
-            self._until = time.monotonic() + RETRY_S if self._trips(error) else 0.0
+            if not self._trips(error):
+                self._until = 0.0
+            elif until or self._until != math.inf:  # else another one asks now, after this one had begun
+                self._until = time.monotonic() + RETRY_S
             raise
         if until:
             self._until = 0.0
