@@ -7,7 +7,7 @@
 #include <system_error>
 #include <thread>
 
-#include "launch_cuda.cuh"
+#include "stream.h"
 
 namespace jaxsok {
 
@@ -34,8 +34,8 @@ LaunchError OnDevice(int32_t device, const Work& work) {
 template <typename Kernel>
 LaunchError Load(Kernel* kernel) {
   cudaFuncAttributes attributes;
-  JAXSOK_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
-  return nullptr;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace jaxsok
