@@ -210,13 +210,14 @@ class RedisDatabase(Database):
         began = time.monotonic()
         has_place = self._places.acquire(timeout=self._config.timeout_s)
         try:
+            # It has waited for calls that had no answer, and would wait as long again.
+            if began < self._hung_at or not has_place:
+                late = TimeoutError("calls before this one had no answer")
+                raise self._failure(late) from late
             try:
-                # It has waited for calls that had no answer, and would wait as long again.
-                if began < self._hung_at or not has_place:
-                    raise TimeoutError("calls before this one had no answer")
                 return run()
             except (redis.RedisError, RedisClusterException, OSError) as error:
-                if has_place and _is_late(error):
+                if _is_late(error):
                     self._hung_at = time.monotonic()
                 raise self._failure(error) from error
         finally:
