@@ -45,29 +45,29 @@ def with_nodes(url: str, nodes: Iterable[str]) -> str:
       >>> with_nodes("redis://user:secret@a:1", ["b:2", "a:1"])
       'redis://user:secret@a:1,b:2'
     """
-    parts = urllib.parse.urlsplit(url)
-    user, at, hosts = parts.netloc.rpartition("@")
-    return parts._replace(netloc=user + at + ",".join(dict.fromkeys([*hosts.split(","), *nodes]))).geturl()
+    return _at(url, dict.fromkeys([*_nodes_of(url), *nodes]))
 
 
-def _urls_of(url: str) -> list[str]:
-    """Returns a URL for each node that a URL names."""
+def _nodes_of(url: str) -> list[str]:
+    return urllib.parse.urlsplit(url).netloc.rpartition("@")[2].split(",")
+
+
+def _at(url: str, nodes: Iterable[str]) -> str:
+    """Returns a URL that names these nodes instead."""
     parts = urllib.parse.urlsplit(url)
-    user, at, hosts = parts.netloc.rpartition("@")
-    if "," not in hosts:
-        return [url]
-    return [parts._replace(netloc=user + at + host).geturl() for host in hosts.split(",")]
+    user, at, _ = parts.netloc.rpartition("@")
+    return parts._replace(netloc=user + at + ",".join(nodes)).geturl()
 
 
 def connect(url: str) -> Any:
     """Connects to a Redis, or to a cluster by the first node that answers of those that the URL names."""
-    *others, last = _urls_of(url)
-    for node in others:
+    nodes = _nodes_of(url)
+    for node in nodes[:-1]:
         try:
-            return _connect(node)
+            return _connect(_at(url, [node]))
         except (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError):
             pass  # the next node may answer
-    return _connect(last)
+    return _connect(url if len(nodes) == 1 else _at(url, nodes[-1:]))
 
 
 def _connect(url: str) -> Any:

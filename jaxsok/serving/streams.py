@@ -138,8 +138,8 @@ class _Stream:
         client = vars(self).get("_client")
         if not isinstance(client, redis.RedisCluster):
             return self.url
-        nodes = (f"[{node.host}]" if ":" in node.host else node.host for node in client.get_nodes())
-        return with_nodes(self.url, map("{}:{}".format, nodes, (node.port for node in client.get_nodes())))
+        name = lambda node: f"[{node.host}]:{node.port}" if ":" in node.host else f"{node.host}:{node.port}"  # noqa: E731
+        return with_nodes(self.url, map(name, client.get_nodes()))
 
     def call(self, run: Callable[[Any], T]) -> T:
         client = None
