@@ -115,7 +115,6 @@ class Saving:
         self._writes = threading.Event()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.save")
         self.latest = 0  # last step of a row that was written
-        self.has_stopped = False
         self.part = {
             "format": manifest_lib.FORMAT,
             "version": manifest_lib.VERSION,
@@ -157,7 +156,7 @@ class Saving:
                 if not self._changed.wait(timeout=1.0) and not self._writes.is_set():
                     is_alive()
             if self._error is not None:
-                raise RuntimeError(f"{self.op}: the files could not be written: {self._error}") from self._error
+                raise self._error  # of the writer: all processes then see one error, whichever thread is first
             self._queue.append(piece)
             self._held += piece.nbytes
             self.report.num_bytes += piece.nbytes
@@ -178,8 +177,6 @@ class Saving:
             self.feed()
         except BaseException as error:
             self.stop(error)
-            if self.has_stopped and self._error is not None:  # the writer stopped the copy; its error says why
-                raise self._error from None
             raise
         return written
 
@@ -213,7 +210,6 @@ class Saving:
                 tables.write_tombstones(name, keys)
             tables.close()
         except BaseException as error:
-            self.has_stopped = self._error is None
             self._fail(error)  # first of all: `feed` may wait
             tables.abandon()
             raise
