@@ -723,6 +723,7 @@ class Client:
 
 def test_pinned_memory_is_waited_for(monkeypatch):
     """It is returned when another thread releases it, or by garbage collection, as JAX does after reading."""
+    monkeypatch.setattr(host_buffers, "_PATIENCE_S", 30)
     client = Client()
     buffers = HostBuffers(client)
     lent = [buffers.take(1) for _ in range(6)]
@@ -742,7 +743,7 @@ def test_pinned_memory_is_waited_for(monkeypatch):
         taken = buffers.take(1)
     finally:
         gc.callbacks.remove(collect)
-    assert time.monotonic() - begin < 1 and client.num_pinned == 6
+    assert time.monotonic() - begin < 10 and client.num_pinned == 6
     monkeypatch.setattr(host_buffers, "_PATIENCE_S", 0.05)
     for count in (7, 8, 9):  # all are permanently in use: each request pins one more
         lent.append(buffers.take(1))
@@ -750,18 +751,20 @@ def test_pinned_memory_is_waited_for(monkeypatch):
     lent.append(taken)
     del taken
     lent.clear()
+    monkeypatch.setattr(host_buffers, "_PATIENCE_S", 30)
     begin = time.monotonic()
     lent.extend(buffers.take(1) for _ in range(9))  # returned blocks are lent again without waiting
-    assert client.num_pinned == 9 and time.monotonic() - begin < 0.05
+    assert client.num_pinned == 9 and time.monotonic() - begin < 10
 
 
-def test_calls_of_several_steps_have_memory_for_their_batches():
+def test_calls_of_several_steps_have_memory_for_their_batches(monkeypatch):
     """Copies wait for whole calls; a pipeline that waited for memory in turn would hold up each call."""
+    monkeypatch.setattr(host_buffers, "_PATIENCE_S", 30)
     client = Client()
     buffers = HostBuffers(client)
     begin = time.monotonic()
     lent = [buffers.take(1, batches_per_call=8) for _ in range(32)]
-    assert client.num_pinned == len(lent) == 32 and time.monotonic() - begin < 0.2
+    assert client.num_pinned == len(lent) == 32 and time.monotonic() - begin < 10
     collection = declare(("single",), None)
     collection.pipeline([], steps_per_call=8)
     collection.pipeline([])
