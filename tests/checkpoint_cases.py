@@ -293,7 +293,6 @@ def writes_on_request(folder, number):
         "hps": lambda path, overwrite: hps.write_hps(path, records, hotness=True, overwrite=overwrite),
         "sok": lambda path, overwrite: sok.write_sok(path, "item", records, optimizer="adam", overwrite=overwrite),
         "npz": lambda path, overwrite: npz.write_npz(path, records, overwrite=overwrite),
-        "arrow": lambda path, overwrite: columns.write_arrow(path, records, overwrite=overwrite),
         "parquet": lambda path, overwrite: columns.write_parquet(path, records, overwrite=overwrite),
     }
     print("ready", flush=True)

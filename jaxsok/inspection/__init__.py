@@ -40,7 +40,7 @@ class Inspection:
 
     path: str
     kind: str
-    """"jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
+    """"jaxsok", "HPS", "SOK", "Parquet" or "npz"."""
     facts: Mapping[str, Any]
     """Facts in the files, as the step."""
     tables: tuple[TableReport, ...]
@@ -62,7 +62,7 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
     """Goes through the tables of a checkpoint, an export, or files of another system, once.
 
     `path` is a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder
-    of HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is found by content.
+    of HPS or SOK, a `.parquet` or `.npz` file, or a folder of such files. The kind is found by content.
     `tables` chooses some by name.
 
     Raises:

@@ -166,6 +166,5 @@ KINDS = (  # in the order in which they are asked
     ("a folder of HPS (key and emb_vector)", _open_hps),
     ("a dump of SOK (<table>-key and <table>-weight)", _open_sok),
     ("a Parquet file", functools.partial(_open_file, "Parquet", b"PAR1", columns.read_parquet)),
-    ("an Arrow file", functools.partial(_open_file, "Arrow", b"ARROW1\0\0", columns.read_arrow)),
     ("an .npz file", functools.partial(_open_file, "npz", b"PK\x03\x04", npz.read_npz)),
 )

@@ -1,7 +1,7 @@
 """Tables in files of other systems, in and out: records to bytes and back, a chunk at a time.
 
-hps.py has the pair of HugeCTR's parameter server, sok.py the dump of SparseOperationKit, columns.py Parquet and Arrow,
-npz.py NumPy's own; torchrec.py loads TorchRec's checkpoints, and has `load` alone. Users import each by name.
+hps.py has the pair of HugeCTR's parameter server, sok.py the dump of SparseOperationKit, columns.py Parquet, npz.py
+NumPy's own; torchrec.py loads TorchRec's checkpoints, and has `load` alone. Users import each by name.
 
 Each module writes and reads `Records` of one table, which needs no collection. `write_…` takes `records`, one chunk or
 an iterable of them, and `overwrite`: whether files that are there may go; it returns the number of rows. `read_…`

@@ -1,4 +1,4 @@
-"""Tables as columns, for analysis: Parquet files, and Arrow IPC files, which are read without decoding. Needs pyarrow.
+"""Tables as columns, for analysis: Parquet files. Needs pyarrow.
 
 | column | type | |
 |---|---|---|
@@ -15,7 +15,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,12 +27,9 @@ from jaxsok.keys import from_words, to_words
 from jaxsok.records import Records, make_batch
 from jaxsok.store import State
 
-Format = Literal["parquet", "arrow"]
-
 _STATISTICS = ("last_step", "frequency")
 _ROW_DTYPE = b"jaxsok.row_dtype"
-_PARQUET, _ARROW = b"PAR1", b"ARROW1\0\0"
-_CHECKSUM = b"jaxsok.crc32"  # in the metadata of a record batch
+_MAGIC = b"PAR1"  # at both ends of a file
 
 # Pages of Parquet have checksums; their heads and the footer have none, and pyarrow ends the process where some numbers
 # of a footer do not fit each other. So files written here have a mark and a checksum of all other bytes before the
@@ -89,7 +86,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     """
     op, path = "read_parquet", pathlib.Path(path)
     pa, parquet = _arrow(op)
-    size = _check_ends(op, path, _PARQUET, 12)
+    size = _check_ends(op, path)
     identity = files.identity_of(path)
     _check_footer(op, path, size)
 
@@ -114,72 +111,22 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     return _check_all(op, path, form, metadata.num_rows, batches)
 
 
-def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
-    """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a batch for each chunk, as `write_parquet`."""
-    pa, _ = _arrow("write_arrow")
-    form, chunks = files.check_records("write_arrow", records, pairs_statistics=True)
-    schema, num_rows = _schema(form), 0
-    with published.partial_files("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
-        with pa.ipc.new_file(file, schema) as writer:
-            for chunk in chunks:
-                batch = _batch(chunk, schema)
-                writer.write_batch(batch, custom_metadata={_CHECKSUM: str(_checksum(batch))})
-                num_rows += chunk.num_rows
-    return num_rows
-
-
-def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
-    """Reads a table from an Arrow IPC file, which is mapped into memory, not loaded.
-
-    The whole file is read once, before this returns: its parts must follow each other without a gap, and batches of
-    `write_arrow` must have their checksums (the format itself has none). Errors are those of `read_parquet`.
-
-    Example:
-      `rows = np.concatenate([chunk.rows for chunk in read_arrow("tables/user.arrow")])`
-    """
-    op, path = "read_arrow", pathlib.Path(path)
-    pa, _ = _arrow(op)
-    size = _check_ends(op, path, _ARROW, 18)
-    identity = files.identity_of(path)
-    form, num_rows = _open_arrow(op, path, size)
-    at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
-
-    def batches(columns: list[str] | None = None) -> Iterator[Any]:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
-            files.require_same(op, path, path, identity)
-            for number in range(file.num_record_batches):
-                try:
-                    batch, metadata = file.get_batch_with_custom_metadata(number)
-                    batch.validate(full=True)
-                except (pa.ArrowException, OSError) as error:
-                    raise ValueError(f"{op}: {path}: record batch {number}: {error}") from error
-                checksum = (metadata or {}).get(_CHECKSUM)
-                if columns is None and checksum is not None and checksum != str(_checksum(batch)).encode():
-                    raise ValueError(f"{op}: {path}: record batch {number}: got rows that do not have their checksum.")
-                batch = batch if columns is None else batch.select(columns)
-                yield from (batch.slice(start, at_once) for start in range(0, batch.num_rows, at_once))
-
-    return _check_all(op, path, form, num_rows, batches)
-
-
 def save(
     collection: Collection,
     state: State,
     directory: str | os.PathLike,
     tables: Sequence[str] | Mapping[str, str] | None = None,
     *,
-    format: Format = "parquet",
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes `<directory>/<table>.<format>` for each table; `jaxsok.interchange` has arguments and errors.
+    """Writes `<directory>/<table>.parquet` for each table; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
     """
-    op, write = "columns.save", _choose("columns.save", format, write_parquet, write_arrow)
-    paths = files.paths_of(op, collection, directory, tables, f".{format}")
-    return files.export_all(op, collection, state, paths, write, with_state=with_state, overwrite=overwrite)
+    op, paths = "columns.save", files.paths_of("columns.save", collection, directory, tables, ".parquet")
+    return files.export_all(op, collection, state, paths, write_parquet, with_state=with_state, overwrite=overwrite)
 
 
 def load(
@@ -188,7 +135,6 @@ def load(
     directory: str | os.PathLike,
     tables: Sequence[str] | Mapping[str, str] | None = None,
     *,
-    format: Format = "parquet",
     with_state: bool = True,
     reset_state: bool = False,
     chunk_rows: int | None = None,
@@ -198,9 +144,8 @@ def load(
     Example:
       `state = columns.load(collection, state, "tables", ["user"])`
     """
-    op, read = "columns.load", _choose("columns.load", format, read_parquet, read_arrow)
-    paths = files.paths_of(op, collection, directory, tables, f".{format}")
-    chunks = {table: read(path, chunk_rows=chunk_rows) for table, path in paths.items()}
+    op, paths = "columns.load", files.paths_of("columns.load", collection, directory, tables, ".parquet")
+    chunks = {table: read_parquet(path, chunk_rows=chunk_rows) for table, path in paths.items()}
     return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
@@ -300,98 +245,19 @@ def _check_all(
     return RecordChunks(num_rows, form.dim, dict(form.states), chunks)
 
 
-def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
+def _check_ends(op: str, path: pathlib.Path) -> int:
     """Returns the size of a file; refuses one that begins or ends otherwise than it must."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
-        head, end = file.read(len(magic)), magic.rstrip(b"\0")
-        file.seek(max(0, size - len(end)))
+        head = file.read(len(_MAGIC))
+        file.seek(max(0, size - len(_MAGIC)))
         tail = file.read()
-    for place, got, wanted in ((0, head, magic), (max(0, size - len(tail)), tail, end)):
-        if got != wanted or size < least:
+    for place, got in ((0, head), (max(0, size - len(tail)), tail)):
+        if got != _MAGIC or size < 12:
             raise ValueError(
-                f"{op}: {path}: byte {place}: got {got!r}, wanted {wanted!r}; truncated, or of another format."
+                f"{op}: {path}: byte {place}: got {got!r}, wanted {_MAGIC!r}; truncated, or of another format."
             )
     return size
-
-
-def _checksum(batch: Any) -> int:
-    """Sums the columns of a batch: names, types and numbers."""
-    checksum = 0
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        numbers = column.flatten() if field.name == "row" or field.name.startswith("state.") else column
-        checksum = zlib.crc32(f"{field.name} {field.type} {column.null_count} ".encode(), checksum)
-        if not column.null_count and not numbers.null_count:
-            numbers = np.ascontiguousarray(numbers.to_numpy(zero_copy_only=False))
-            checksum = zlib.crc32(numbers.view(np.uint8).data, checksum)
-    return checksum
-
-
-def _open_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Form, int]:
-    """Returns form and number of rows of an Arrow file whose parts follow each other, and are those of its footer.
-
-    The record batches of a file are those of a stream (Arrow, "IPC File Format"). Polars (2.1) does not begin the
-    schema as a stream does, so its files are read by their footer: bytes added between batches are not found.
-    """
-    pa, _ = _arrow(op)
-
-    def refuse(byte: int, got: Any, wanted: Any) -> None:
-        raise ValueError(f"{op}: {path}: byte {byte}: got {got}, wanted {wanted}; truncated, or with bytes added.")
-
-    with pa.memory_map(str(path)) as source:
-        source.seek(size - 10)
-        begin = size - 10 - int.from_bytes(source.read(4), "little", signed=True)  # of the footer
-        if not 16 <= begin < size - 10:
-            refuse(size - 10, f"a footer of {size - 10 - begin} bytes", f"at most {size - 26}")
-        byte, number, num_rows = 8, 0, 0
-        try:
-            with pa.ipc.open_file(source) as file:
-                schema, num_batches = file.schema, file.num_record_batches
-                form = _form_of(op, path, schema)
-                source.seek(byte)
-                if source.read(4) != b"\xff\xff\xff\xff":
-                    return form, sum(file.get_batch(number).num_rows for number in range(num_batches))
-                source.seek(byte)
-                for message in iter(pa.ipc.MessageReader.open_stream(source).read_next_message, None):
-                    if byte == 8:
-                        is_same = message.type == "schema" and pa.ipc.read_schema(message).equals(schema, True)
-                        if not is_same:
-                            refuse(8, "another schema", "that of the footer")
-                    else:
-                        if message.type != "record batch":
-                            refuse(byte, f"a {message.type}", "a record batch")
-                        batch = pa.ipc.read_record_batch(message, schema)
-                        if not _is_tiled(message.body, batch):
-                            refuse(byte, "columns that overlap or leave room", "one behind the other")
-                        if number >= num_batches or _buffers(file.get_batch(number)) != _buffers(batch):
-                            refuse(begin, f"a footer with another record batch {number}", f"the one at byte {byte}")
-                        number, num_rows = number + 1, num_rows + batch.num_rows
-                    byte = source.tell()
-                byte += 8 if source.tell() == byte + 8 else 0  # the end mark
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{op}: {path}: byte {byte}, or the footer at byte {begin}: {error}") from error
-    if byte != begin:
-        refuse(byte, "the end of the record batches", f"the footer there, which begins at {begin}")
-    if number != num_batches:
-        refuse(begin, f"a footer with {num_batches} record batches", number)
-    return form, num_rows
-
-
-def _buffers(batch: Any) -> list[Any]:
-    return [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
-
-
-def _is_tiled(body: Any, batch: Any) -> bool:
-    """Checks that the buffers of a batch follow each other in its bytes, with gaps below 64."""
-    buffers = _buffers(batch)
-    if not buffers:
-        return body is None or body.size < 64
-    begin, end = body.address, body.address + body.size
-    if not all(begin <= buffer.address <= end - buffer.size for buffer in buffers):
-        return True  # they were compressed, and lie elsewhere
-    begins = [buffer.address for buffer in buffers] + [end]
-    ends = [begin] + [buffer.address + buffer.size for buffer in buffers]
-    return all(0 <= first - last < 64 for first, last in zip(begins, ends, strict=True))
 
 
 def _sum(file: IO[bytes], num_bytes: int) -> int:
@@ -431,8 +297,3 @@ def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
         file.seek(begin)
         if zlib.crc32(file.read(), checksum) != int.from_bytes(before[8:], "little"):
             raise ValueError(f"{op}: {path}: bytes 0 to {size}: got a file that does not have its checksum.")
-
-
-def _choose(op: str, format: str, parquet: Any, arrow: Any) -> Any:
-    checks.one_of(f"{op}: format", format, ("parquet", "arrow"), '"parquet" or "arrow"')
-    return parquet if format == "parquet" else arrow

@@ -95,13 +95,11 @@ def write_all(path):
     hps.write_hps(path / "hps", make_records(records.keys, 2, statistics=True), hotness=True)
     sok.write_sok(path / "sok", "user:0", records, optimizer="adam")
     columns.write_parquet(path / "t.parquet", split(records, [2]))
-    columns.write_arrow(path / "t.arrow", split(records, [2]))
     npz.write_npz(path / "t.npz", records)
     read_sok = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
     return {
         "hps": (functools.partial(hps.read_hps, path / "hps", dim=2, hotness=True), sorted((path / "hps").iterdir())),
         "sok": (read_sok, sorted((path / "sok").iterdir())),
         "parquet": (functools.partial(columns.read_parquet, path / "t.parquet"), [path / "t.parquet"]),
-        "arrow": (functools.partial(columns.read_arrow, path / "t.arrow"), [path / "t.arrow"]),
         "npz": (functools.partial(npz.read_npz, path / "t.npz"), [path / "t.npz"]),
     }

@@ -382,8 +382,7 @@ def test_kinds_are_found_by_content(tmp_path):
     write_hps(tmp_path / "hps", plain())
     write_sok(tmp_path / "sok", "user_0", plain())
     np.savez(tmp_path / "npz", keys=plain().keys)
-    (tmp_path / "arrow.txt").write_bytes(b"ARROW1\0\0...")
-    (tmp_path / "parquet").write_bytes(b"PAR1...")
+    (tmp_path / "parquet.txt").write_bytes(b"PAR1...")
     collection = jaxsok.Collection([jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=16)], [])
     export_full(tmp_path / "export", collection, collection.init())
     shutil.copytree(tmp_path / "export", tmp_path / "root" / "3" / "tables")
@@ -391,8 +390,7 @@ def test_kinds_are_found_by_content(tmp_path):
         "hps": "HPS",
         "sok": "SOK",
         "npz.npz": "npz",
-        "arrow.txt": "Arrow",
-        "parquet": "Parquet",
+        "parquet.txt": "Parquet",
         "export": "jaxsok",
         "root": "jaxsok",
         "root/3": "jaxsok",
@@ -419,7 +417,7 @@ def test_what_is_of_no_kind_is_refused(tmp_path, name):
     with pytest.raises((FileNotFoundError, ValueError)) as error:
         inspection.inspect(path)
     got = {"nothing": "no such file", "empty": "empty folder", "text": "b'hello, w'", "folder": "notes.md"}
-    for part in (str(path), got.get(name, "a folder of"), "HPS", "SOK", "Parquet", "Arrow", ".npz", "jaxsok"):
+    for part in (str(path), got.get(name, "a folder of"), "HPS", "SOK", "Parquet", ".npz", "jaxsok"):
         assert part in str(error.value)
     assert kind_of(path) is None
 

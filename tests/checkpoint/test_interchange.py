@@ -50,7 +50,6 @@ def tables(draw, dtypes=(np.float16, BFLOAT16, np.float32, np.float64), least=0)
 
 FORMATS = {
     "parquet": (columns.write_parquet, columns.read_parquet),
-    "arrow": (columns.write_arrow, columns.read_arrow),
     "npz": (npz.write_npz, npz.read_npz),
 }
 
@@ -240,7 +239,7 @@ def test_hps_meta(tmp_path):
 
 
 def test_files_of_other_tools_are_read(tmp_path):
-    """Parquet and Arrow files need no metadata of jaxsok and any integer keys; NumPy arrays are found by name."""
+    """Parquet files need no metadata of jaxsok, and keys of any integer type."""
     for kind in (pyarrow.int64(), pyarrow.int32(), pyarrow.uint32(), pyarrow.uint64()):
         table = pyarrow.table(
             {
@@ -249,37 +248,16 @@ def test_files_of_other_tools_are_read(tmp_path):
             }
         )
         parquet.write_table(table, tmp_path / "t.parquet")
-        with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
-            writer.write_table(table)
-        for chunks in (columns.read_parquet(tmp_path / "t.parquet"), columns.read_arrow(tmp_path / "t.arrow")):
-            assert by_key(chunks) == {
-                7: ([1.0, 2.0], "float64", {}, None, None),
-                9: ([3.0, 4.0], "float64", {}, None, None),
-            }
-
-
-@pytest.mark.parametrize("compression", ["uncompressed", "lz4", "zstd"])
-def test_arrow_files_of_polars_are_read(tmp_path, compression):
-    """Its files begin their schema otherwise than Arrow's format says."""
-    polars = pytest.importorskip("polars")
-    rows = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
-    keys = [2**40, 7, 1]
-    frame = polars.DataFrame({"key": keys, "row": polars.Series(rows.tolist(), dtype=polars.Array(polars.Float32, 5))})
-    frame.write_ipc(tmp_path / "t.arrow", compression=compression)
-    found = by_key(columns.read_arrow(tmp_path / "t.arrow"))
-    assert found == {key: (row.tolist(), "float32", {}, None, None) for key, row in zip(keys, rows, strict=True)}
-    whole = (tmp_path / "t.arrow").read_bytes()
-    for end in (len(whole) // 2, len(whole) - 1):
-        (tmp_path / "t.arrow").write_bytes(whole[:end])
-        with pytest.raises(ValueError, match=r"t\.arrow: byte"):
-            columns.read_arrow(tmp_path / "t.arrow")
+        assert by_key(columns.read_parquet(tmp_path / "t.parquet")) == {
+            7: ([1.0, 2.0], "float64", {}, None, None),
+            9: ([3.0, 4.0], "float64", {}, None, None),
+        }
 
 
 def test_columns_as_others_see_them(tmp_path):
     """The independent readers are pyarrow's own and NumPy's."""
     records = make_records([2**64 - 2, 9], 2, {"v": 1}, BFLOAT16, statistics=True)
     columns.write_parquet(tmp_path / "t.parquet", records)
-    columns.write_arrow(tmp_path / "t.arrow", records)
     npz.write_npz(tmp_path / "t.npz", records)
     wanted = [
         {
@@ -292,7 +270,6 @@ def test_columns_as_others_see_them(tmp_path):
         for i, key in enumerate(records.keys)
     ]
     assert parquet.read_table(tmp_path / "t.parquet").to_pylist() == wanted
-    assert pyarrow.ipc.open_file(tmp_path / "t.arrow").read_all().to_pylist() == wanted
     with np.load(tmp_path / "t.npz") as arrays:
         assert arrays["key"].tolist() == [2**64 - 2, 9] and str(arrays["row_dtype"]) == "bfloat16"
         assert arrays["row"].tolist() == records.rows.view(np.uint16).tolist()
@@ -389,7 +366,7 @@ def test_npz_refuses_to_write_a_key_twice(tmp_path):
     assert by_key(npz.read_npz(tmp_path / "t.npz")) == by_key([make_records([5], 2)])
 
 
-@pytest.mark.parametrize("write", [columns.write_parquet, columns.write_arrow, npz.write_npz])
+@pytest.mark.parametrize("write", [columns.write_parquet, npz.write_npz])
 def test_one_statistic_alone_is_not_written(tmp_path, write):
     records = Records(np.array([7], np.uint64), np.ones((1, 2), np.float32), last_step=np.ones(1, np.uint32))
     with pytest.raises(ValueError, match=rf"{write.__name__}: records: got last_step alone, wanted"):
@@ -407,19 +384,16 @@ def test_memory_is_bounded_by_chunks(tmp_path):
             yield Records(keys, np.full((num_rows, 64), float(number), np.float32))
 
     chunk_bytes, whole = 1024 * (64 * 4 + 8), 64 * 1024 * (64 * 4 + 8)
-    for write, read in ((columns.write_parquet, columns.read_parquet), (columns.write_arrow, columns.read_arrow)):
-        write(tmp_path / "first", chunks(1), overwrite=True)  # what is imported is not counted
-        list(read(tmp_path / "first"))
+    columns.write_parquet(tmp_path / "first", chunks(1))  # what is imported is not counted
+    list(columns.read_parquet(tmp_path / "first"))
     tracemalloc.start()
     hps.write_hps(tmp_path / "hps", chunks())
     sok.write_sok(tmp_path / "sok", "t", chunks())
     columns.write_parquet(tmp_path / "t.parquet", chunks())
-    columns.write_arrow(tmp_path / "t.arrow", chunks())
     for result in (
         hps.read_hps(tmp_path / "hps", dim=64, chunk_rows=1024),
         sok.read_sok(tmp_path / "sok", "t", dim=64, chunk_rows=1024),
         columns.read_parquet(tmp_path / "t.parquet", chunk_rows=1024),
-        columns.read_arrow(tmp_path / "t.arrow", chunk_rows=1024),
     ):
         seen = 0
         for chunk in result:
@@ -483,11 +457,6 @@ MODULES = {
     "hps": (functools.partial(hps.save, defaults=0.0), hps.load, False),
     "sok": (sok.save, sok.load, True),
     "parquet": (columns.save, columns.load, True),
-    "arrow": (
-        functools.partial(columns.save, format="arrow"),
-        functools.partial(columns.load, format="arrow"),
-        True,
-    ),
     "npz": (npz.save, npz.load, True),
 }
 
@@ -671,28 +640,24 @@ def test_statistics_follow_their_key(tmp_path):
     for clock, keys in ((5, [7, 7, 9]), (8, [9, 4, 4])):
         features = collection.batch({"user": np.array(keys)}).features
         _, state, _ = collection.lookup(state, features, clock=np.uint32(clock))
-    for module in ("parquet", "arrow", "npz"):
+    for module in ("parquet", "npz"):
         save, load, _ = MODULES[module]
         save(collection, state, tmp_path)
         chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
         assert {key: chunk[3:] for key, chunk in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
 
 
-@pytest.mark.parametrize("module", ["parquet", "arrow", "npz"])
+@pytest.mark.parametrize("module", ["parquet", "npz"])
 def test_one_statistic_alone_enters_nothing(tmp_path, module):
     """The file of the second table is refused before a row of the first is entered."""
     tables = [jaxsok.TableSpec(name, 2, jaxsok.optim.sgd(0.1), capacity=8, statistics=True) for name in ("a", "b")]
     collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in ("a", "b")])
     _, load, _ = MODULES[module]
     keys, rows = np.array([7, 9], np.uint64), np.ones((2, 2), np.float32)
-    {"parquet": columns.write_parquet, "arrow": columns.write_arrow, "npz": npz.write_npz}[module](
-        tmp_path / ("a.npz" if module == "npz" else f"a.{module}"), Records(keys, rows)
-    )
+    {"parquet": columns.write_parquet, "npz": npz.write_npz}[module](tmp_path / f"a.{module}", Records(keys, rows))
     lists = pyarrow.array(rows.tolist(), pyarrow.list_(pyarrow.float32(), 2))
     table = pyarrow.table({"key": keys, "row": lists, "frequency": np.ones(2, np.uint32)})
     parquet.write_table(table, tmp_path / "b.parquet")
-    with pyarrow.ipc.new_file(tmp_path / "b.arrow", table.schema) as writer:
-        writer.write_table(table)
     np.savez(tmp_path / "b.npz", key=keys, row=rows, frequency=np.ones(2, np.uint32))
     with pytest.raises(ValueError, match=r"b\.\w+: .*got frequency alone, wanted last_step and frequency") as caught:
         load(collection, collection.init(), tmp_path)

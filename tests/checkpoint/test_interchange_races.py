@@ -18,7 +18,7 @@ from jaxsok.checkpoint.saved import Source
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.records import Records
 
-pytest.importorskip("pyarrow")  # two of the formats need it
+pytest.importorskip("pyarrow")  # one of the formats needs it
 
 
 # Files that are there --------------------------------------------------------------------------------------------
@@ -46,7 +46,6 @@ def test_wrong_records_leave_no_file(tmp_path, message):
         lambda records: hps.write_hps(tmp_path / "hps", records, overwrite=True),
         lambda records: sok.write_sok(tmp_path / "sok", "user:0", records, overwrite=True),
         lambda records: columns.write_parquet(tmp_path / "t.parquet", records, overwrite=True),
-        lambda records: columns.write_arrow(tmp_path / "t.arrow", records, overwrite=True),
         lambda records: npz.write_npz(tmp_path / "t.npz", records, overwrite=True),
     ):
         with pytest.raises((TypeError, ValueError)) as info:
@@ -109,7 +108,6 @@ def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
         functools.partial(hps.write_hps, tmp_path / "hps", new),
         functools.partial(sok.write_sok, tmp_path / "sok", "user:0", new),
         functools.partial(columns.write_parquet, tmp_path / "t.parquet", new),
-        functools.partial(columns.write_arrow, tmp_path / "t.arrow", new),
         functools.partial(npz.write_npz, tmp_path / "t.npz", new),
     )
     for write in writes:
@@ -178,16 +176,15 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
         next(chunks)
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
 @pytest.mark.parametrize("num_rows", [2, 4, 40])
-def test_a_file_that_is_replaced_after_its_check(tmp_path, form, num_rows):
+def test_a_file_that_is_replaced_after_its_check(tmp_path, num_rows):
     """`load` checks the files of all tables, then enters their rows: meanwhile another writer may come."""
-    write, path = getattr(columns, f"write_{form}"), tmp_path / f"user.{form}"
-    write(path, [make_records([7, 8], 2), make_records([9, 10], 2)])
-    checked = getattr(columns, f"read_{form}")(path)
+    path = tmp_path / "user.parquet"
+    columns.write_parquet(path, [make_records([7, 8], 2), make_records([9, 10], 2)])
+    checked = columns.read_parquet(path)
     assert checked.num_rows == 4 and sum(chunk.num_rows for chunk in checked) == 4
-    write(path, make_records(range(num_rows), 2), overwrite=True)
-    with pytest.raises(ValueError, match=f"read_{form}: {path}: got another file than when it was opened"):
+    columns.write_parquet(path, make_records(range(num_rows), 2), overwrite=True)
+    with pytest.raises(ValueError, match=f"read_parquet: {path}: got another file than when it was opened"):
         list(checked)
 
 
@@ -204,7 +201,6 @@ def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
         lambda: hps.write_hps(tmp_path / "hps", broken(), overwrite=True),
         lambda: sok.write_sok(tmp_path / "sok", "user:0", broken(), overwrite=True),
         lambda: columns.write_parquet(tmp_path / "t.parquet", broken(), overwrite=True),
-        lambda: columns.write_arrow(tmp_path / "t.arrow", broken(), overwrite=True),
     ):
         with pytest.raises(RuntimeError, match="the disk is gone"):
             write()
@@ -307,7 +303,6 @@ def read_back(form, path):
             "hps": lambda: hps.read_hps(path, dim=2, hotness=True),
             "sok": lambda: sok.read_sok(path, "item", dim=2, optimizer="adam"),
             "npz": lambda: npz.read_npz(path),
-            "arrow": lambda: columns.read_arrow(path),
             "parquet": lambda: columns.read_parquet(path),
         }[form]
         chunks = list(read())
@@ -338,7 +333,7 @@ def check_races(writers, form, rounds, overwrite):
         assert not [child.name for child in below if child.suffix in (".writing", ".partial")]
 
 
-FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
+FORMS_RACED = ["export", "model", "hps", "sok", "npz", "parquet"]
 
 
 @pytest.mark.parametrize("form", FORMS_RACED)
