@@ -1,7 +1,7 @@
 """Tables in files of other systems, in and out: records to bytes and back, a chunk at a time.
 
 hps.py has the pair of HugeCTR's parameter server, sok.py the dump of SparseOperationKit, columns.py Parquet, npz.py
-NumPy's own; torchrec.py loads TorchRec's checkpoints, and has `load` alone. Users import each by name.
+NumPy's own; torchrec.py loads TorchRec's checkpoints. Users import each by name.
 
 Each module writes and reads `Records` of one table, which needs no collection. `write_…` takes `records`, one chunk or
 an iterable of them, and `overwrite`: whether files that are there may go; it returns the number of rows. `read_…`
@@ -9,7 +9,8 @@ checks the files, all keys included, before it returns a `RecordChunks`; `chunk_
 None about 64 MiB. Writers raise FileExistsError, readers FileNotFoundError, and ValueError for what is truncated,
 broken or of another format, for PADDING_KEY, and for a key that occurs twice; messages name the file and the byte.
 
-Each module has `save` and `load` on a collection as well:
+Each module has `save` and `load` on a collection as well, but torchrec.py, which has `load` alone, and npz.py, whose
+files are saved and loaded by columns.py:
 
 | argument | |
 |---|---|
@@ -17,6 +18,7 @@ Each module has `save` and `load` on a collection as well:
 | `state` | `save`: not donated; `load`: donated, and the result has what there was and the rows of the files |
 | `directory` | where the files are; `save` makes it |
 | `tables` | names, or a mapping from them to those in files, where punctuation becomes `_`; None: all |
+| `format` | of columns.py: "parquet" or "npz" |
 | `with_state` | whether to write, or take, optimizer state; else that of new rows is initial |
 | `reset_state` | whether state of rows that are there becomes initial where the files have none |
 | `overwrite`, `chunk_rows` | as above |

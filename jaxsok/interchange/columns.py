@@ -1,4 +1,4 @@
-"""Tables as columns, for analysis: Parquet files. Needs pyarrow.
+"""Tables as columns, for analysis: Parquet files, which need pyarrow; `save` and `load` of these and of `.npz`.
 
 | column | type | |
 |---|---|---|
@@ -15,13 +15,13 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 
 from jaxsok import checks, published
 from jaxsok.collection import Collection
-from jaxsok.interchange import files
+from jaxsok.interchange import files, npz
 from jaxsok.interchange.files import Form, RecordChunks, RecordsIn
 from jaxsok.keys import from_words, to_words
 from jaxsok.records import Records, make_batch
@@ -111,22 +111,29 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     return _check_all(op, path, form, metadata.num_rows, batches)
 
 
+_WRITERS = {"parquet": write_parquet, "npz": npz.write_npz}
+_READERS = {"parquet": read_parquet, "npz": npz.read_npz}
+
+
 def save(
     collection: Collection,
     state: State,
     directory: str | os.PathLike,
     tables: Sequence[str] | Mapping[str, str] | None = None,
     *,
+    format: Literal["parquet", "npz"] = "parquet",
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes `<directory>/<table>.parquet` for each table; `jaxsok.interchange` has arguments and errors.
+    """Writes `<directory>/<table>.<format>` for each table; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
     """
-    op, paths = "columns.save", files.paths_of("columns.save", collection, directory, tables, ".parquet")
-    return files.export_all(op, collection, state, paths, write_parquet, with_state=with_state, overwrite=overwrite)
+    op = "columns.save"
+    checks.one_of(f"{op}: format", format, _WRITERS)
+    paths = files.paths_of(op, collection, directory, tables, f".{format}")
+    return files.export_all(op, collection, state, paths, _WRITERS[format], with_state=with_state, overwrite=overwrite)
 
 
 def load(
@@ -135,6 +142,7 @@ def load(
     directory: str | os.PathLike,
     tables: Sequence[str] | Mapping[str, str] | None = None,
     *,
+    format: Literal["parquet", "npz"] = "parquet",
     with_state: bool = True,
     reset_state: bool = False,
     chunk_rows: int | None = None,
@@ -144,13 +152,15 @@ def load(
     Example:
       `state = columns.load(collection, state, "tables", ["user"])`
     """
-    op, paths = "columns.load", files.paths_of("columns.load", collection, directory, tables, ".parquet")
-    chunks = {table: read_parquet(path, chunk_rows=chunk_rows) for table, path in paths.items()}
+    op = "columns.load"
+    checks.one_of(f"{op}: format", format, _READERS)
+    paths = files.paths_of(op, collection, directory, tables, f".{format}")
+    chunks = {table: _READERS[format](path, chunk_rows=chunk_rows) for table, path in paths.items()}
     return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
 def _arrow(op: str) -> tuple[Any, Any]:
-    what, wanted = f"{op}: pyarrow", "for files of columns; pip install 'jaxsok[arrow]'"
+    what, wanted = f"{op}: pyarrow", "for Parquet files; pip install 'jaxsok[arrow]'"
     return checks.module(what, "pyarrow", wanted), checks.module(what, "pyarrow.parquet", wanted)
 
 

@@ -2,7 +2,7 @@
 
 Arrays are `key` uint64 and `row`, and if they are kept `state.<name>`, `last_step` and `frequency`, with an entry for
 each row. Rows of bfloat16, which the format lacks, are uint16 of the same bits; `row_dtype` names the dtype. A file of
-another tool may leave `row_dtype` out, and its `key` may be of any integer type.
+another tool may leave `row_dtype` out, and its `key` may be of any integer type. `save` and `load` are in columns.py.
 """
 
 import math
@@ -10,17 +10,15 @@ import os
 import pathlib
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxsok import keys as keys_lib, published
-from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import RecordChunks, RecordsIn
 from jaxsok.records import Records, join_records
-from jaxsok.store import State
 
 _END = b"PK\x05\x06"
 _END_BYTES = 22
@@ -96,43 +94,6 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
         return (records.take(slice(start, start + at_once)) for start in range(0, len(keys), at_once))
 
     return RecordChunks(len(keys), form.dim, dict(form.states), chunks)
-
-
-def save(
-    collection: Collection,
-    state: State,
-    directory: str | os.PathLike,
-    tables: Sequence[str] | Mapping[str, str] | None = None,
-    *,
-    with_state: bool = True,
-    overwrite: bool = False,
-) -> dict[str, int]:
-    """Writes `<directory>/<table>.npz` for each table; `jaxsok.interchange` has arguments and errors.
-
-    Example:
-      `npz.save(collection, state, "tables")`
-    """
-    op, paths = "npz.save", files.paths_of("npz.save", collection, directory, tables, ".npz")
-    return files.export_all(op, collection, state, paths, write_npz, with_state=with_state, overwrite=overwrite)
-
-
-def load(
-    collection: Collection,
-    state: State,
-    directory: str | os.PathLike,
-    tables: Sequence[str] | Mapping[str, str] | None = None,
-    *,
-    with_state: bool = True,
-    reset_state: bool = False,
-) -> State:
-    """Enters the rows of such files into tables; `jaxsok.interchange` has arguments and errors.
-
-    Example:
-      `state = npz.load(collection, state, "tables")`
-    """
-    paths = files.paths_of("npz.load", collection, directory, tables, ".npz")
-    chunks = {table: read_npz(path) for table, path in paths.items()}
-    return files.import_all("npz.load", collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
 def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:

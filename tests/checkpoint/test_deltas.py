@@ -29,7 +29,7 @@ import jaxsok
 from jaxsok import checkpoint, inspection, lives, optim, policies, table_export
 from jaxsok.checkpoint import chain as chains, keys_by_row, manifest, restore, save, snapshot
 from jaxsok.checkpoint.saved import Source
-from jaxsok.interchange import npz
+from jaxsok.interchange import columns
 from jaxsok.serving import folders
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
@@ -868,7 +868,7 @@ def test_what_is_not_published_is_not_read(tmp_path):
     shutil.copytree(tmp_path / "full", tmp_path / "full.0badcafe.writing")
     assert folders.open_table(tmp_path, table="user", dim=2).path == tmp_path / "full"
     assert inspection.inspect(tmp_path).facts["folder"] == "full"
-    npz.save(collection, state, tmp_path / "files", ["user"])
+    columns.save(collection, state, tmp_path / "files", ["user"], format="npz")
     shutil.copy(tmp_path / "files" / "user.npz", tmp_path / "files" / "item.npz.0badcafe.partial")
     assert [table.name for table in inspection.inspect(tmp_path / "files").tables] == ["user"]
 

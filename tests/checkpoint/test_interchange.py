@@ -457,7 +457,7 @@ MODULES = {
     "hps": (functools.partial(hps.save, defaults=0.0), hps.load, False),
     "sok": (sok.save, sok.load, True),
     "parquet": (columns.save, columns.load, True),
-    "npz": (npz.save, npz.load, True),
+    "npz": (functools.partial(columns.save, format="npz"), functools.partial(columns.load, format="npz"), True),
 }
 
 
@@ -504,6 +504,13 @@ def test_a_bad_file_changes_no_table(tmp_path):
         with pytest.raises(ValueError, match="byte"):
             load(collection, state, tmp_path / module)
         assert {table: content_of(collection, state, table) for table in ("user", "item")} == before
+
+
+def test_unknown_formats_are_refused(tmp_path):
+    collection = collection_of(1)
+    for call in (columns.save, columns.load):
+        with pytest.raises(ValueError, match=rf"columns.{call.__name__}: format: got 'arrow', wanted one of .*'npz'"):
+            call(collection, collection.init(), tmp_path, format="arrow")
 
 
 def test_rows_alone_and_state_that_does_not_fit(tmp_path):
