@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "serve":
         return _serve(options)
-    is_python = options.command in ("estimate", "import") and (options.spec or "").endswith(".py")
-    if arguments is None and jax.config.jax_platforms is None and not is_python:
+    runs_python = options.command in ("estimate", "import") and options.spec is not None
+    if arguments is None and jax.config.jax_platforms is None and not runs_python:
         # Files are read on the CPU: JAX would take most of a GPU, which a training run may need. A Python file may need
         # the devices of its mesh.
         jax.config.update("jax_platforms", "cpu")
@@ -112,7 +112,9 @@ def _declare_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("system", choices=["torchrec"])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder")
     parser.add_argument("folder", metavar="FOLDER", help="a new one, for the export")
-    parser.add_argument("--spec", metavar="SPEC", help="file of declarations, as of estimate; default: from the files")
+    parser.add_argument(
+        "--spec", metavar="SPEC", help="Python file, as of estimate; by default tables are declared from the files"
+    )
     parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("NAME", "THEIRS"), help="other names")
     parser.add_argument("--step", type=int, metavar="N", help="updates so far, which Adam needs")
     parser.add_argument("--rows-only", action="store_true", help="leaves optimizer state out")
@@ -145,10 +147,10 @@ def _import(options: argparse.Namespace) -> str:
 
 def _declare_estimate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Counts the bytes of the tables that a file declares: a .py file that defines `tables` (and `features`) or a "
-        "`collection`, or a .toml or .json file of their fields. Sizes may have units, as 141e9 or 80GiB."
+        "Counts the bytes of the tables that a .py file declares: it defines `tables` (and `features`) or a "
+        "`collection`, and is run. Sizes may have units, as 141e9 or 80GiB."
     )
-    parser.add_argument("spec", metavar="SPEC", help="file of declarations")
+    parser.add_argument("spec", metavar="SPEC", help="Python file of declarations")
     parser.add_argument(
         "--num-rows",
         action="append",

@@ -10,7 +10,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tomllib
 import weakref
 
 import jax
@@ -424,40 +423,6 @@ def test_what_is_of_no_kind_is_refused(tmp_path, name):
 
 # Declarations from files ---------------------------------------------------------------------------------------------
 
-TOML = """
-[[tables]]
-name = "user"
-dim = 64
-capacity = 10_000
-optimizer = {name = "adam", learning_rate = 0.001, limits = {clip_row_norm = 1.0, adaptive_clip = {ratio = 0.5}}}
-admission = {name = "AdmitByBloom", num_sightings = 3, num_keys = 50_000}
-placement = {on = 1}
-
-[[tables]]
-name = "item"
-dim = 32
-dtype = "bfloat16"
-optimizer = "rowwise_adagrad"
-initializer = {name = "normal", stddev = 0.1}
-eviction = "LeastRecentlyUsed"
-placement = "replicated"
-
-[[tables]]
-name = "tag"
-dim = 32
-optimizer = "sgd"
-statistics = true
-memory = {device_rows = 0.25}
-
-[[features]]
-name = "user"
-table = "user"
-max_keys = 128
-
-[exchange]
-rows = "bfloat16"
-"""
-
 PYTHON = """
 import jaxsok
 from jaxsok import optim, policies
@@ -479,16 +444,12 @@ exchange = jaxsok.ExchangeSpec(rows="bfloat16")
 """
 
 
-def test_toml_json_and_python_declare_the_same(tmp_path):
-    """Every field is read from TOML and JSON; the Python declaration is the reference."""
-    (tmp_path / "tables.toml").write_text(TOML)
-    (tmp_path / "tables.json").write_text(json.dumps(tomllib.loads(TOML)))
+def test_a_program_declares(tmp_path):
     (tmp_path / "tables.py").write_text(PYTHON)
     names = {"__name__": "tables"}
     exec(PYTHON, names)
-    for end in ("toml", "json", "py"):
-        found = inspection.read_spec(tmp_path / f"tables.{end}")
-        assert found == inspection.Declared(tuple(names["tables"]), tuple(names["features"]), names["exchange"])
+    found = inspection.read_spec(tmp_path / "tables.py")
+    assert found == inspection.Declared(tuple(names["tables"]), tuple(names["features"]), names["exchange"])
 
 
 def test_a_collection_declares_as_well(tmp_path):
@@ -505,47 +466,6 @@ def test_a_collection_declares_as_well(tmp_path):
     found = inspection.read_spec(tmp_path / "model.py")
     assert found.num_shards == min(2, len(jax.devices())) and found.exchange.rows == "bfloat16"
     assert [table.name for table in found.tables] == ["user", "item", "tag"] and len(found.features) == 1
-
-
-TABLE = '[[tables]]\nname = "user"\ndim = 4\noptimizer = "sgd"\n'
-WRONG = {
-    "no TOML": ("[[tables", r"got no TOML: .*end of document"),
-    "no tables": ("x = 1", r"x: got an unknown field, wanted some of \['tables'"),
-    "tables missing": ("features = []", r"tables: got None, wanted a list"),
-    "no table": ("tables = []", r"tables: got none, wanted at least one"),
-    "not a list": ("tables = 3", r"tables: got 3, wanted a list"),
-    "not fields": ("tables = [3]", r"tables\[0\]: got 3, wanted fields with values"),
-    "unknown field": (TABLE + "dimension = 4", r"tables\[0\]\.dimension: got an unknown field, wanted some of .*'dim'"),
-    "missing field": ('[[tables]]\nname = "user"\noptimizer = "sgd"', r"tables\[0\]\.dim: got none, wanted a value"),
-    "bad value": (TABLE + "capacity = 0", r'tables\[0\]: TableSpec "user": capacity: got 0'),
-    "optimizer": (TABLE.replace("sgd", "sdg"), r"tables\[0\]\.optimizer: got 'sdg', wanted the name of .*'sgd'"),
-    "argument": (
-        TABLE.replace('"sgd"', '{name = "adam", beta = 1}'),
-        r"tables\[0\]\.optimizer\.beta: got an unknown field",
-    ),
-    "limits": (
-        TABLE.replace('"sgd"', '{name = "adam", limits = {clip_row_norm = -1}}'),
-        r"tables\[0\]\.optimizer\.limits: .*clip_row_norm",
-    ),
-    "initializer": (TABLE + 'initializer = "function"', r"tables\[0\]\.initializer: got 'function'"),
-    "admission": (TABLE + 'admission = "LeastRecentlyUsed"', r"tables\[0\]\.admission: .*AdmitByCount"),
-    "eviction": (TABLE + "eviction = {name = 'TimeToLive', steps = -1}", r"tables\[0\]\.eviction: .*steps: got -1"),
-    "placement": (TABLE + 'placement = "here"', r"tables\[0\]\.placement: got 'here'"),
-    "memory": (TABLE + 'memory = "host"', r"tables\[0\]\.memory: got 'host', wanted fields"),
-    "cache": (TABLE + "memory = {device_rows = -1}", r"tables\[0\]\.memory: HostMemory: device_rows: got -1"),
-    "feature": (TABLE + '[[features]]\nname = "user"', r"features\[0\]\.table: got none"),
-    "exchange": (TABLE + '[exchange]\nrows = "int8"', r"exchange: ExchangeSpec: rows: got 'int8'"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_declarations_name_file_and_field(tmp_path, name):
-    """Errors in a TOML file name file and field, on the command line too."""
-    text, message = WRONG[name]
-    path = tmp_path / "tables.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"^estimate: {re.escape(str(path))}: {message}"):
-        inspection.read_spec(path)
 
 
 @pytest.mark.parametrize(
@@ -568,17 +488,14 @@ def test_wrong_programs_name_file_and_line(tmp_path, source, message):
 
 
 def test_other_files_declare_nothing(tmp_path):
-    """Missing files, unknown suffixes, invalid text and JSON without fields are refused."""
+    """Missing files, unknown suffixes and text that is no program are refused."""
     with pytest.raises(FileNotFoundError, match="no such file"):
-        inspection.read_spec(tmp_path / "tables.toml")
+        inspection.read_spec(tmp_path / "tables.py")
     for name, content, message in (
-        ("tables.yaml", b"", r"\*.yaml"),
-        ("tables.json", b"{", "got no JSON"),
-        ("tables.toml", b"\xff", "got no TOML"),
-        ("deep.json", b"[" * 100_000, "got no JSON"),
-        ("deep.toml", b"a = " + b"[" * 100_000, "got no TOML"),
-        ("digits.json", b"1" * 5000, "got no JSON"),
-        ("list.json", b"[]", "wanted fields"),
+        ("tables.toml", b"[[tables]]", r"named \*\.toml, wanted \*\.py: a program that defines `tables`, a list of"),
+        ("tables", b"", r"named \*, wanted \*\.py"),
+        ("bytes.py", b"\xff", "SyntaxError"),
+        ("deep.py", b"a = " + b"[" * 100_000, "SyntaxError|MemoryError"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
@@ -587,13 +504,20 @@ def test_other_files_declare_nothing(tmp_path):
 
 # Commands ------------------------------------------------------------------------------------------------------------
 
+TABLE = """
+import jaxsok
+
+tables = [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1))]
+"""
+FEATURES = 'features = [jaxsok.FeatureSpec("clicked", table="user")]'
+
 
 def test_estimate_prints_memory_estimate(tmp_path, capsys):
     """The command passes on every option."""
-    (tmp_path / "tables.toml").write_text(TOML)
-    declared = inspection.read_spec(tmp_path / "tables.toml")
+    (tmp_path / "tables.py").write_text(PYTHON)
+    declared = inspection.read_spec(tmp_path / "tables.py")
     options = ["--num-rows", "item=1e6", "--num-rows", "30000", "--shards", "4", "--num-samples", "64", "--steps", "2"]
-    assert command_line.main(["estimate", str(tmp_path / "tables.toml"), *options, "--device-bytes", "80GiB"]) == 0
+    assert command_line.main(["estimate", str(tmp_path / "tables.py"), *options, "--device-bytes", "80GiB"]) == 0
     expected = jaxsok.memory_estimate(
         declared.tables,
         declared.features,
@@ -610,9 +534,9 @@ def test_estimate_prints_memory_estimate(tmp_path, capsys):
 def test_estimate_of_the_file_alone(tmp_path, capsys):
     """The file alone means one device and the declared capacities, and a picture can be drawn."""
     pytest.importorskip("matplotlib")
-    (tmp_path / "tables.toml").write_text(TABLE)
+    (tmp_path / "tables.py").write_text(TABLE)
     picture = tmp_path / "memory.png"
-    assert command_line.main(["estimate", str(tmp_path / "tables.toml"), "--picture", str(picture)]) == 0
+    assert command_line.main(["estimate", str(tmp_path / "tables.py"), "--picture", str(picture)]) == 0
     expected = jaxsok.memory_estimate([jaxsok.TableSpec("user", 4, SGD)])
     assert capsys.readouterr().out == f"{expected}\n"
     assert picture.read_bytes().startswith(MAGIC[".png"])
@@ -621,8 +545,8 @@ def test_estimate_of_the_file_alone(tmp_path, capsys):
 def test_estimate_of_a_sample(tmp_path, capsys):
     """A batch covers all devices; leftover samples at the end are no batch."""
     pytest.importorskip("matplotlib")
-    path, log, picture = tmp_path / "tables.toml", tmp_path / "log.npz", tmp_path / "caches.svg"
-    path.write_text(TABLE + 'memory = {device_rows = 20}\n[[features]]\nname = "clicked"\ntable = "user"')
+    path, log, picture = tmp_path / "tables.py", tmp_path / "log.npz", tmp_path / "caches.svg"
+    path.write_text(TABLE.replace("(0.1)", "(0.1), memory=jaxsok.HostMemory(20)") + FEATURES)
     keys = np.random.default_rng(0).integers(0, 50, (67, 3))
     np.savez(log, clicked=keys, other=np.zeros(3))
     options = ["--num-samples", "8", "--shards", "2", "--sample", str(log), "--cache-picture", str(picture)]
@@ -662,8 +586,8 @@ DAMAGED = _damage()
 )
 def test_wrong_samples_are_refused(tmp_path, capsys, content, message):
     """The command exits with status 2 and one line."""
-    path, log = tmp_path / "tables.toml", tmp_path / "log.npz"
-    path.write_text(TABLE + '[[features]]\nname = "clicked"\ntable = "user"')
+    path, log = tmp_path / "tables.py", tmp_path / "log.npz"
+    path.write_text(TABLE + FEATURES)
     if isinstance(content, bytes):
         log.write_bytes(content)
     elif content is not None:
@@ -692,8 +616,8 @@ def test_wrong_samples_are_refused(tmp_path, capsys, content, message):
 )
 def test_wrong_options_are_refused(tmp_path, capsys, arguments, message):
     """The command exits with status 2 and one line, without a traceback."""
-    (tmp_path / "tables.toml").write_text(TABLE)
-    assert command_line.main(["estimate", str(tmp_path / "tables.toml"), *arguments]) == 2
+    (tmp_path / "tables.py").write_text(TABLE)
+    assert command_line.main(["estimate", str(tmp_path / "tables.py"), *arguments]) == 2
     out, error = capsys.readouterr()
     assert out == "" and message in error and len(error.splitlines()) == 1
 
@@ -717,7 +641,7 @@ def test_numbers_with_units():
 def test_unknown_arguments_are_refused(capsys):
     """The parser refuses them, except for the benchmarks, which have a parser of their own."""
     with pytest.raises(SystemExit):
-        command_line.main(["estimate", "tables.toml", "--nonsense"])
+        command_line.main(["estimate", "tables.py", "--nonsense"])
     assert "--nonsense" in capsys.readouterr().err
 
 
@@ -728,9 +652,9 @@ def test_inspect_of_nothing(tmp_path, capsys):
 
 
 def test_commands_start_outside_the_checkout(tmp_path):
-    """The command runs as a process of its own, which looks for no GPU."""
-    (tmp_path / "tables.toml").write_text(TABLE)
+    """The command runs as a process of its own."""
+    (tmp_path / "tables.py").write_text(TABLE)
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "jaxsok", "estimate", "tables.toml", "--num-rows", "1e6"]
+    command = [sys.executable, "-m", "jaxsok", "estimate", "tables.py", "--num-rows", "1e6"]
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert "1,000,000" in found.stdout and "bytes a key" in found.stdout

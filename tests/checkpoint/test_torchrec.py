@@ -147,8 +147,8 @@ def test_declared_from_the_files(tmp_path, capsys):
     renamed = ["import", "torchrec", str(GOLDEN), str(tmp_path / "renamed"), "--step", "7", "--table", "item", "cw"]
     assert command_line.main(renamed) == 0
     assert "item: 5 rows" in capsys.readouterr().out
-    spec = tmp_path / "tables.toml"
-    spec.write_text('[[tables]]\nname = "item"\ndim = 8\noptimizer = "rowwise_adagrad"\n')
+    spec = tmp_path / "tables.py"
+    spec.write_text('import jaxsok\ntables = [jaxsok.TableSpec("item", 8, jaxsok.optim.rowwise_adagrad(0.1))]\n')
     arguments = [
         "import",
         "torchrec",
@@ -164,7 +164,7 @@ def test_declared_from_the_files(tmp_path, capsys):
     assert capsys.readouterr().out == "item: 5 rows, float32[8], rowwise_adagrad\n"
     assert command_line.main([*arguments[:6], "--table", "user", "rw"]) == 2
     assert "tables: got 'user', wanted some of ['item']" in capsys.readouterr().err
-    spec.write_text(f"{spec.read_text()}capacity = 2\nmax_capacity = 2\n")
+    spec.write_text(spec.read_text().replace("(0.1)", "(0.1), capacity=2, max_capacity=2"))
     assert command_line.main([*arguments[:3], str(tmp_path / "third"), *arguments[4:]]) == 2
     assert "max_capacity, 2" in capsys.readouterr().err and not (tmp_path / "third").exists()
 

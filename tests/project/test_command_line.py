@@ -50,8 +50,9 @@ def test_the_command_starts_outside_the_checkout(tmp_path):
 
 def test_names_that_the_locale_cannot_encode(tmp_path):
     """A specification is UTF-8 in any locale, and what cannot be printed as it is must not fail a command."""
-    (tmp_path / "tables.toml").write_text('[[tables]]\nname = "\xe9t\xe9"\ndim = 64\noptimizer = "adam"', "utf-8")
-    command = [sys.executable, "-m", "jaxsok", "estimate", "tables.toml"]
+    source = 'import jaxsok\ntables = [jaxsok.TableSpec("\xe9t\xe9", 64, jaxsok.optim.adam(0.1))]'
+    (tmp_path / "tables.py").write_text(source, "utf-8")
+    command = [sys.executable, "-m", "jaxsok", "estimate", "tables.py"]
     environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "LC_ALL": "C"}
     environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
