@@ -5,15 +5,15 @@ The model, of one step, one device out of N and one table of R rows, of which th
 - Distinct keys u: as measured in a sample; else those of K draws from R equally likely keys, R (1 - exp(-K / R)).
   Skewed keys have fewer.
 - A line is one distinct key's part of the exchange: its request (16 bytes), its row and its row gradient, in the dtypes
-  of the wire. With F evaluation lookups a step, requests and rows travel 1 + F times.
+  of the wire.
 - SHARDED: every owner gets u / N of the requests of every device. A device sends, and gets, u (N - 1) / N lines.
 - on(d): the exchange is dense, so a device sends every owner as many lines as the most loaded one gets. Alone in its
   store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never less.
 - SHARDED with partial bags (`FeatureSpec(exchange="bags")`): every use sends its key (8 bytes, 16 with weights),
   K (N - 1) / N of them, and B bags send a sum and a gradient for each other device, B (N - 1) of both. Chosen where a
   sample shows that this is less, and all features of the table have a combiner.
-- REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
-  evaluation sends nothing. Each device keeps R rows and moves the rows of N u lines.
+- REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels. Each
+  device keeps R rows and moves the rows of N u lines.
 
 Not counted: padding, and the fixed cost of a collective: a replicated store adds collectives of its own.
 """
@@ -121,19 +121,16 @@ def propose(
     keys_per_step: int | Mapping[str, int] | None = None,
     sample: Mapping[str, Any] | None = None,
     exchange: ExchangeSpec | None = None,
-    finds_per_step: float = 0.0,
-    memory_bytes: int | None = None,
-    replicated_bytes: int = REPLICATED_BYTES,
-    overrides: Mapping[str, Placement | Literal["on"]] | None = None,
+    overrides: Mapping[str, Placement] | None = None,
 ) -> Proposal:
     """Chooses a placement for each table, and what its features exchange, by the bytes that it puts on the wire.
 
     A table is replicated if that sends fewer bytes than sharding and its rows are few; else it is sharded. On training
     traffic with one dtype for rows and gradients that never happens, since all gradients go to all devices. It does
-    where rows are read much more often than they move (`finds_per_step`), and where gradients are much smaller on the
-    wire than rows. A table goes to one device only when asked for, since that never saves bytes. A placement other than
-    SHARDED that a TableSpec declares stands; `overrides` take precedence. Partial bags are proposed where features
-    declare them, and from a sample: make the collection of `proposal.tables` and `proposal.features`.
+    where gradients are much smaller on the wire than rows. A table goes to one device only when asked for, since that
+    never saves bytes. A placement other than SHARDED that a TableSpec declares stands; `overrides` take precedence.
+    Partial bags are proposed where features declare them, and from a sample: make the collection of `proposal.tables`
+    and `proposal.features`.
 
     Args:
       tables: their `capacity` counts as their rows.
@@ -143,16 +140,10 @@ def propose(
         Without it: max_keys of the feature, shared out. Keys are taken to be equally likely.
       sample: instead: a raw batch of all devices, as `collection.batch` takes it, NumPy. Its keys are counted.
       exchange: dtypes on the wire, as the collection gets them.
-      finds_per_step: evaluation lookups of such a batch in the time of one training step.
-      memory_bytes: that each device has for the stores. What the planner would replicate is sharded, largest first,
-        until the stores fit.
-      replicated_bytes: of a table, on each device, at most, unless replication is asked for.
-      overrides: placements by table. With "on" the planner chooses the device: tables with the most keys first, each on
-        the device with the least so far.
+      overrides: placements by table.
 
     Raises:
       TypeError, ValueError: unknown names, a device outside the axis, a feature without a number of keys.
-      MemoryError: the stores are larger than `memory_bytes`; names the largest tables.
 
     Example:
       >>> from jaxsok import optim
@@ -163,22 +154,17 @@ def propose(
       [(SHARDED, 992), (REPLICATED, 7)]
     """
     specs_lib.check_declarations("propose", tables, features, num_shards, exchange)
-    checks.number("propose: finds_per_step", finds_per_step, 0, wanted="a number, at least 0")
-    if memory_bytes is not None:
-        checks.number("propose: memory_bytes", memory_bytes, 0, wanted="a number of bytes")
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one in addition to keys_per_step, wanted one of the two.")
     if sample is not None:
         traffic = _measure(tables, features, sample, num_shards)
     else:
         traffic = _assume(tables, features, keys_per_step, num_shards)
-    forced = _collect_forced(tables, overrides or {}, traffic, num_shards)
-    model = _Model(num_shards, exchange or ExchangeSpec(), finds_per_step)
-    lines = [_propose(model, table, traffic[table.name], forced, replicated_bytes) for table in tables]
+    forced = _collect_forced(tables, overrides or {}, num_shards)
+    model = _Model(num_shards, exchange or ExchangeSpec())
+    lines = [_propose(model, table, traffic[table.name], forced) for table in tables]
     of_bags = specs_lib.bag_tables(features)
     lines = [_with_form(line, of_bags) for line in lines]
-    if memory_bytes is not None:
-        lines = _fit(lines, set(forced), of_bags, num_shards, memory_bytes)
     form = {line.table.name: line.exchange for line in lines}
     return Proposal(
         tuple(lines),
@@ -295,23 +281,21 @@ class _Model:
 
     num_shards: int
     exchange: ExchangeSpec
-    finds_per_step: float
 
     def sharded_bytes(self, rows: TableSpec | StoreSpec, lines: float) -> int:
         """Returns the bytes of requests, rows and gradients; `lines` are those of a device to the most loaded owner."""
-        row = wire_bytes(rows.dim, self.exchange.rows, rows.dtype)
-        there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
-        return round(lines * (self.num_shards - 1) * (there_and_back + wire_bytes(rows.dim, self.exchange.gradients)))
+        line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.rows, rows.dtype)
+        line += wire_bytes(rows.dim, self.exchange.gradients)
+        return round(lines * (self.num_shards - 1) * line)
 
     def replicated_bytes(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
         line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
         return round(distinct * (self.num_shards - 1) * line)
 
     def bags(self, table: TableSpec, traffic: _Traffic, *, is_on_one: bool) -> int:
-        row = wire_bytes(table.dim, self.exchange.rows)
         uses = traffic.keys if is_on_one else traffic.keys / self.num_shards  # of the most loaded owner
-        of_uses = (1 + self.finds_per_step) * (REQUEST_BYTES if traffic.is_weighted else KEY_BYTES) * uses
-        of_bags = (1 + self.finds_per_step) * row + wire_bytes(table.dim, self.exchange.gradients)
+        of_uses = (REQUEST_BYTES if traffic.is_weighted else KEY_BYTES) * uses
+        of_bags = wire_bytes(table.dim, self.exchange.rows) + wire_bytes(table.dim, self.exchange.gradients)
         return round((self.num_shards - 1) * (of_uses + not_none(traffic.bags) * of_bags))
 
     def count_bytes_of_stores(self, lines: Sequence[TableProposal]) -> int:
@@ -338,10 +322,7 @@ class _Model:
 
 
 def _collect_forced(
-    tables: Sequence[TableSpec],
-    overrides: Mapping[str, Placement | Literal["on"]],
-    traffic: Mapping[str, _Traffic],
-    num_shards: int,
+    tables: Sequence[TableSpec], overrides: Mapping[str, Placement], num_shards: int
 ) -> dict[str, tuple[Placement, str]]:
     """Collects the placements that are not the planner's to choose, with reasons."""
     names = [table.name for table in tables]
@@ -350,24 +331,14 @@ def _collect_forced(
         raise ValueError(f"propose: overrides: got tables {unknown}, wanted some of {names}.")
     forced = {table.name: (table.placement, "declared so") for table in tables if table.placement != SHARDED}
     for name, placement in overrides.items():
-        if not isinstance(placement, Placement) and placement != "on":
+        if not isinstance(placement, Placement):
             raise TypeError(
-                f'propose: overrides: table "{name}": got {placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED, '
-                'jaxsok.on(device) or "on".'
+                f'propose: overrides: table "{name}": got {placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED or '
+                "jaxsok.on(device)."
             )
-        forced[name] = (SHARDED if placement == "on" else placement, "asked for")
+        forced[name] = (placement, "asked for")
     for name, (placement, _) in forced.items():
         specs_lib.require_shard("propose", name, placement, num_shards)
-    cost = {table.name: table.dim * traffic[table.name].distinct for table in tables}
-    load = [0.0] * num_shards
-    for name, (placement, _) in forced.items():
-        if placement.kind == "on":
-            load[placement.shard % num_shards] += cost[name]
-    free = [name for name, placement in overrides.items() if placement == "on"]
-    for name in sorted(free, key=lambda name: (-cost[name], names.index(name))):
-        shard = int(np.argmin(load))
-        load[shard] += cost[name]
-        forced[name] = (specs_lib.on(shard), "asked for; the least loaded device")
     return forced
 
 
@@ -376,7 +347,6 @@ def _propose(
     table: TableSpec,
     traffic: _Traffic,
     forced: Mapping[str, tuple[Placement, str]],
-    replicated_bytes: int,
 ) -> TableProposal:
     num_bytes = table.capacity * row_bytes(specs_lib.group_into_stores([table])[0])
     bytes_by_kind = {
@@ -398,7 +368,7 @@ def _propose(
         reason = "rows in host memory are not replicated"
     elif replicated >= sharded:
         reason = f"replicated sends {replicated / max(sharded, 1):.1f} times as much" if sharded else "no keys"
-    elif num_bytes > replicated_bytes:
+    elif num_bytes > REPLICATED_BYTES:
         reason = f"replicated sends less, but takes {format_bytes(num_bytes)} on every device"
     else:
         placement = REPLICATED
@@ -446,28 +416,3 @@ def _bytes_per_device(lines: Sequence[TableProposal], num_shards: int) -> tuple[
 def _allocated_bytes(lines: Sequence[TableProposal], num_shards: int) -> int:
     """Returns the bytes of all stores on one device, as `init` makes them."""
     return sum(sum(store_bytes(store, store.capacity).values()) for store in _stores_of(lines, num_shards))
-
-
-def _fit(
-    lines: Sequence[TableProposal], forced: set[str], declared: frozenset[str], num_shards: int, memory_bytes: int
-) -> list[TableProposal]:
-    """Shards the largest replicated tables until all fit; refuses tables that never fit."""
-    lines = list(lines)
-    movable = [
-        i for i, line in enumerate(lines) if line.table.placement == REPLICATED and line.table.name not in forced
-    ]
-    for i in sorted(movable, key=lambda i: -lines[i].num_bytes):
-        if _allocated_bytes(lines, num_shards) <= memory_bytes:
-            return lines
-        table = dataclasses.replace(lines[i].table, placement=SHARDED)
-        line = dataclasses.replace(lines[i], table=table, reason="replicated sends less, but there is no room")
-        lines[i] = _with_form(line, declared)
-    total = _allocated_bytes(lines, num_shards)
-    if total > memory_bytes:
-        largest = sorted(lines, key=lambda line: -line.num_bytes)[:3]
-        parts = ", ".join(f'"{line.table.name}" {line.num_bytes} bytes {line.table.placement}' for line in largest)
-        raise MemoryError(
-            f"propose: memory_bytes: got {memory_bytes}, wanted at least {total} on each of {num_shards} devices (the "
-            f"largest tables: {parts}); lower capacity or dim, or use more devices."
-        )
-    return lines

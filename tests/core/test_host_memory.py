@@ -122,10 +122,10 @@ def test_the_cache_is_in_the_fingerprint_where_there_is_one():
 
 
 def test_rows_in_host_memory_are_not_proposed_on_every_device():
+    narrow = jaxsok.ExchangeSpec(gradients="float8_e4m3fn")
     for memory, placement in ((None, REPLICATED), (5, jaxsok.SHARDED)):
-        proposal = jaxsok.propose(
-            [table(capacity=7, memory=memory)], FEATURES, num_shards=4, keys_per_step=1000, finds_per_step=100
-        )
+        tables = [table(capacity=7, memory=memory, dim=64)]
+        proposal = jaxsok.propose(tables, FEATURES, num_shards=2, keys_per_step=1000, exchange=narrow)
         assert [line.table.placement for line in proposal.lines] == [placement]
 
 
