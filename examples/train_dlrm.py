@@ -23,6 +23,7 @@ The model: M. Naumov et al., Deep Learning Recommendation Model for Personalizat
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -165,10 +166,11 @@ def open_log(config: Config) -> data.Source:
         folder = cache_dir / f"binary-{name.hexdigest()[:16]}"
 
         def convert() -> pathlib.Path:
-            if not (folder / "day_0_dense.npy").exists():
+            if not folder.exists():
                 if config.show_progress:
                     print(f"Writing binary files to {folder}: the first run does it, later ones read them.")
-                criteo.convert(paths, folder, num_threads=config.num_threads)
+                with contextlib.suppress(FileExistsError):  # another process of this machine was faster
+                    criteo.convert(paths, folder, num_threads=config.num_threads)
             return folder
 
         source = criteo.binary_source(click_training.once(config, "convert", convert))

@@ -204,16 +204,13 @@ def convert(
     paths: str | os.PathLike | Sequence[str | os.PathLike],
     folder: str | os.PathLike,
     *,
-    max_rows: int | None = None,
     num_threads: int = 4,
 ) -> int:
     """Writes text, plain or compressed with gzip, as binary files for `binary_source`, all of it as one day.
 
     Args:
       paths: the files, in order. All of them have labels, or none has.
-      folder: where to; the three files appear when they are complete, in place of those of their names. A log without
-        samples makes no files, and takes those of another away.
-      max_rows: the most rows to convert; None: all.
+      folder: a new one, which appears when its files are complete. A log without samples makes none.
       num_threads: threads that parse.
 
     Returns:
@@ -221,38 +218,22 @@ def convert(
 
     Raises:
       LogFormatError: a row is not in the format, or a file ends in the middle of its gzip stream; nothing is written.
-      ValueError: no paths; `max_rows` or `num_threads` out of range.
-      FileExistsError: the folder has bags of another log.
+      ValueError: no paths; `num_threads` out of range.
+      FileExistsError: the folder is there.
 
     Cost:
       About 3.5 µs of processor time a row of plain text, 5 µs with gzip; 264 bytes of disk.
     """
     checks.integer("convert: num_threads", num_threads, 1)
-    if max_rows is not None:
-        checks.integer("convert: max_rows", max_rows, 0)
     paths, folder = _paths_of("convert", paths), pathlib.Path(folder)
-    is_new = not folder.exists()
-    if (bags := folder / "day_0_sparse_multi_hot.npz").exists():  # which `binary_source` would read with the new labels
-        raise FileExistsError(f"convert: folder: got {bags}, bags of another log, wanted a folder without it.")
+    published.require_new("convert", folder)
     with contextlib.closing(_parse_blocks(paths, num_threads)) as parsed:
         blocks = map(_arrays_of, parsed)
         first = next(blocks, None)
-        # `binary_source` looks for the first file. Labels may be there of another log, also of one converted meanwhile.
-        files = {name: folder / f"day_0_{name}.npy" for name in ("dense", "sparse", "labels")}
         if first is None:
-            for path in files.values():
-                path.unlink(missing_ok=True)
             return 0
-        written = [files[name] for name in first]
-        find_stale = lambda: [path for path in files.values() if path not in written and path.exists()]  # noqa: E731
-        try:
-            with published.partial_files("convert", written, overwrite=True, stale=find_stale) as opened:
-                return _write_arrays(opened, itertools.chain([first], blocks), max_rows)
-        except BaseException:
-            if is_new:
-                with contextlib.suppress(OSError):  # it has files
-                    folder.rmdir()
-            raise
+        with published.new_folder("convert", folder) as unfinished:
+            return _write_arrays(unfinished, first, blocks)
 
 
 def _arrays_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -262,23 +243,22 @@ def _arrays_of(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return arrays | {"labels": columns["label"]} if "label" in columns else arrays
 
 
-def _write_arrays(files: Sequence[IO[bytes]], blocks: Iterable[Mapping[str, np.ndarray]], max_rows: int | None) -> int:
-    """Writes an .npy file of each array of all blocks, in their order, up to `max_rows` rows; returns how many."""
-    num_rows, likes = 0, list[np.ndarray]()
-    for arrays in blocks:
-        if not likes:
-            likes = list(arrays.values())
-            for file, like in zip(files, likes, strict=True):
-                _write_header(file, like, 0)
-        left = None if max_rows is None else max_rows - num_rows
-        for file, array in zip(files, arrays.values(), strict=True):
-            file.write(np.ascontiguousarray(array[:left]).data)
-        num_rows += len(arrays["dense"][:left])
-        if num_rows == max_rows:
-            break
-    for file, like in zip(files, likes, strict=True):
-        file.seek(0)
-        _write_header(file, like, num_rows)
+def _write_arrays(
+    folder: pathlib.Path, first: Mapping[str, np.ndarray], rest: Iterable[Mapping[str, np.ndarray]]
+) -> int:
+    """Writes an .npy file of each array of all blocks, in their order; returns the number of rows."""
+    num_rows = 0
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / f"day_0_{name}.npy", "wb")) for name in first}
+        for name, file in files.items():
+            _write_header(file, first[name], 0)
+        for arrays in itertools.chain([first], rest):
+            for name, array in arrays.items():
+                files[name].write(np.ascontiguousarray(array).data)
+            num_rows += len(arrays["dense"])
+        for name, file in files.items():
+            file.seek(0)
+            _write_header(file, first[name], num_rows)
     return num_rows
 
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import pickle
 import random
-import re
+import tempfile
 import threading
 import tracemalloc
 
@@ -83,8 +83,9 @@ def _as_text(paths, folder):
 
 
 def _convert(paths, folder):
-    criteo.convert(paths, folder / "converted", num_threads=3)
-    return criteo.binary_source(folder / "converted")
+    converted = pathlib.Path(tempfile.mkdtemp(dir=folder), "converted")
+    criteo.convert(paths, converted, num_threads=3)
+    return criteo.binary_source(converted)
 
 
 @pytest.fixture(params=[_as_text, _convert])
@@ -267,15 +268,6 @@ def test_empty_logs(tmp_path):
     assert not (tmp_path / "converted").exists()
 
 
-def test_an_empty_log_replaces_the_files_of_another(tmp_path):
-    """Nobody trains on yesterday's samples because today has none."""
-    (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(5)))
-    assert criteo.convert(tmp_path / "log", tmp_path / "converted") == 5
-    (tmp_path / "empty").write_bytes(b"")
-    assert criteo.convert(tmp_path / "empty", tmp_path / "converted") == 0
-    assert not list((tmp_path / "converted").iterdir())
-
-
 # Conversion -----------------------------------------------------------------------------------------------------------
 
 
@@ -297,37 +289,32 @@ def test_a_damaged_gzip_file_is_an_error(tmp_path, small_blocks):
         criteo.convert(tmp_path / "log.gz", tmp_path / "converted")
 
 
-@pytest.mark.parametrize("max_rows", [0, 1, 16, 17, 100, 1000, None])
-def test_max_rows_ends_the_conversion(tmp_path, small_blocks, max_rows):
-    """The threads of the conversion end too."""
+def test_the_threads_of_a_conversion_end(tmp_path, small_blocks):
     rows = _synthetic_fields(100)
     (tmp_path / "log").write_bytes(_to_text(rows))
-    num_rows = criteo.convert(tmp_path / "log", tmp_path / "out", max_rows=max_rows)
-    assert num_rows == len(rows[:max_rows])
-    source = criteo.binary_source(tmp_path / "out")
-    assert len(source) == num_rows
-    if num_rows:
-        _assert_reads(source, rows[:max_rows])
+    assert criteo.convert(tmp_path / "log", tmp_path / "out") == 100
+    _assert_reads(criteo.binary_source(tmp_path / "out"), rows)
     assert not any(thread.name.startswith("criteo") for thread in threading.enumerate())
 
 
 def test_wrong_arguments_of_convert_are_refused(tmp_path):
     """The arguments are checked before a file is opened."""
-    for options in ({"max_rows": -1}, {"num_threads": 0}):
-        with pytest.raises(ValueError, match=f"convert: {next(iter(options))}: got"):
-            criteo.convert(tmp_path / "log", tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="convert: num_threads: got"):
+        criteo.convert(tmp_path / "log", tmp_path / "out", num_threads=0)
     with pytest.raises(ValueError, match="convert: paths: got none, wanted at least one file"):
         criteo.convert(tmp_path.glob("*.gz"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_bags_is_refused(tmp_path):
-    """They would be read with the labels of another log."""
-    (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(10)))
+@pytest.mark.parametrize("text", [b"", _to_text(_synthetic_fields(10))], ids=["no samples", "samples"])
+def test_a_folder_that_is_there_is_refused(tmp_path, text):
+    """Its files would be read with the labels of another log, or as the samples of this one."""
+    (tmp_path / "log").write_bytes(text)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "day_0_sparse_multi_hot.npz").write_bytes(b"")
-    with pytest.raises(FileExistsError, match=r"folder: got .*multi_hot\.npz, bags of another log"):
+    (tmp_path / "out" / "day_0_labels.npy").write_bytes(b"")
+    with pytest.raises(FileExistsError, match=r"convert: path: got .*out, which exists, wanted a new folder"):
         criteo.convert(tmp_path / "log", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["day_0_labels.npy"]
 
 
 def test_paths_of_any_kind(tmp_path):
@@ -336,76 +323,36 @@ def test_paths_of_any_kind(tmp_path):
     assert len(criteo.TextSource(tmp_path.glob("log"))) == 10
 
 
-def test_a_conversion_replaces_the_one_before(tmp_path):
-    """If the old log had labels and the new one has none, no labels remain."""
+def test_a_conversion_that_cannot_finish_leaves_nothing(tmp_path, monkeypatch):
+    """Ctrl-C, here after the files and before the folder gets its name."""
+    (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(10)))
+
+    def interrupted(*paths):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "rename", interrupted)
+        criteo.convert(tmp_path / "log", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_of_two_conversions_into_one_folder_the_first_stays(tmp_path, monkeypatch):
+    """The log without labels must not be read with those of the other."""
     rows = _synthetic_fields(10)
     (tmp_path / "train").write_bytes(_to_text(rows))
-    (tmp_path / "test").write_bytes(_to_text([row[1:] for row in rows[:10]]))
-    _assert_reads(_convert(tmp_path / "train", tmp_path), rows)
-    _assert_reads(_convert(tmp_path / "test", tmp_path), rows, has_label=False)
-
-
-def test_a_conversion_that_cannot_finish_leaves_no_day(tmp_path, monkeypatch):
-    """The file that completes a day is written last; the one of a day that was there before is gone by then."""
-    (tmp_path / "log").write_bytes(_to_text(_synthetic_fields(10)))
-    criteo.convert(tmp_path / "log", tmp_path / "out")
-    replace, left = os.replace, [2]
-
-    def fail_at_third(*paths):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError("no space left")
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", fail_at_third)
-    with pytest.raises(OSError, match="no space left"):
-        criteo.convert(tmp_path / "log", tmp_path / "out")
-    there = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert (
-        re.sub(r"\.[0-9a-f]{8}\.", ".*.", " ".join(there))
-        == "day_0_dense.npy.*.partial day_0_labels.npy day_0_sparse.npy"
-    )
-    with pytest.raises(FileNotFoundError):
-        criteo.binary_source(tmp_path / "out")
-
-
-def test_labels_of_a_log_that_was_converted_meanwhile_go(tmp_path, monkeypatch):
-    """Two processes convert into one folder: its features are not those of the log without labels, with labels."""
-    first, second = (_synthetic_fields(10) for _ in range(2))
-    (tmp_path / "train").write_bytes(_to_text(first))
-    (tmp_path / "test").write_bytes(_to_text([row[1:] for row in second]))
+    (tmp_path / "test").write_bytes(_to_text([row[1:] for row in _synthetic_fields(10)]))
     write_header = criteo._write_header
 
     def convert_other(*args):
         monkeypatch.setattr(criteo, "_write_header", write_header)
-        _convert(tmp_path / "train", tmp_path)
+        criteo.convert(tmp_path / "train", tmp_path / "out")
         write_header(*args)
 
     monkeypatch.setattr(criteo, "_write_header", convert_other)
-    _assert_reads(_convert(tmp_path / "test", tmp_path), second, has_label=False)
-
-
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_conversion_over_another_is_one_of_the_two(at, tmp_path, monkeypatch):
-    """Ctrl-C between two files that get their names leaves no mix of two logs of one length."""
-    first, second = (_synthetic_fields(10) for _ in range(2))
-    for number, rows in enumerate((first, second)):
-        (tmp_path / f"log{number}").write_bytes(_to_text(rows))
-    criteo.convert(tmp_path / "log0", tmp_path / "out")
-    replace, left = os.replace, [at]
-
-    def interrupted(*paths):
-        replace(*paths)
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(os, "replace", interrupted)
-        criteo.convert(tmp_path / "log1", tmp_path / "out")
-    with pytest.raises(FileNotFoundError):
-        criteo.binary_source(tmp_path / "out")
-    _assert_reads(_convert(tmp_path / "log1", tmp_path), second)
+    with pytest.raises(FileExistsError, match="another process has written in the meantime"):
+        criteo.convert(tmp_path / "test", tmp_path / "out")
+    _assert_reads(criteo.binary_source(tmp_path / "out"), rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "test", "train"]
 
 
 def test_memory_is_bounded_by_the_blocks_in_flight(tmp_path, monkeypatch):
