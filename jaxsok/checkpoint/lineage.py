@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jaxsok import lives, processes
-from jaxsok.checkpoint.files import LOG
 from jaxsok.collection import Collection
 from jaxsok.lives import Life
 from jaxsok.operations import lineage_of
@@ -29,8 +28,8 @@ def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any]
     """Begins a life for a state made of a folder; `is_exact`: a delta on it is what changes from here on."""
     shards = collection.shards
     words = processes.draw_words("load", is_shared=shards.num_processes > 1)
-    saved, ancestors = manifest.get("lineage"), ()
-    if is_exact and saved is not None:
+    saved, ancestors = manifest["lineage"], ()
+    if is_exact:
         ancestors = (*((name, order) for name, order in saved["ancestors"]), (saved["word"], saved["order"]))
     lives.IN_THIS_PROCESS.begin(words, words, ancestors)
     tickets = shards.make(no_tickets, shards.num_shards)
@@ -39,15 +38,9 @@ def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any]
 
 def check(op: str, collection: Collection, state: State, folder: Any, manifest: Mapping[str, Any]) -> None:
     """Refuses a base of another life, or of an earlier one after the export at which this life began."""
-    saved = manifest.get("lineage")
-    if saved is None:
-        text = '%s: base: "%s" does not say of which state it is: it was written before jaxsok kept account. If this '
-        text += "state was restored from before it, the delta lacks rows; write a full export then."
-        LOG.warning(text, op, folder)
-        return
     if collection.shards.is_of_each_process and jax.process_index() > 0:
         return
-    life = _life_of(state)
+    saved, life = manifest["lineage"], _life_of(state)
     is_earlier = any(name == saved["word"] and saved["order"] <= order for name, order in life.ancestors)
     if saved["word"] == life.name or is_earlier:
         return
@@ -60,7 +53,7 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
 
 def is_same_life(state: State, manifest: Mapping[str, Any]) -> bool:
     """Returns whether a folder was exported in this life of a state: nothing was restored since."""
-    return (manifest.get("lineage") or {}).get("word") == _life_of(state).name
+    return manifest["lineage"]["word"] == _life_of(state).name
 
 
 def _life_of(state: State) -> Life:

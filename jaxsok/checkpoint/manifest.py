@@ -120,10 +120,8 @@ def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
     return {"value": reads} if isinstance(reads, float) else {"traced": repr(reads)}
 
 
-def unknown_from_json(value: Any) -> float | InitialRows | str | None:
-    """Reads what `unknown_to_json` wrote; None: the manifest does not say. Anything else raises Wrong."""
-    if value is None:
-        return None
+def unknown_from_json(value: Any) -> float | InitialRows | str:
+    """Reads what `unknown_to_json` wrote; anything else raises Wrong."""
     try:
         ((kind, inner),) = value.items()
         if kind == "initial":
@@ -276,25 +274,23 @@ _TABLE = entries(
         "num_nonfinite": _SIZE,
         "num_evicted": _COUNT,
         "partition_rows": manifests.also(text(), unpack),
+        "unknown": unknown_from_json,
         **dict.fromkeys(KINDS, _FILES),
-    },
-    {"unknown": unknown_from_json},  # which older folders lack
+    }
 )
 _DTYPES = ("bool", "bfloat16", *(f"float{bits}" for bits in (16, 32, 64)))
 _DTYPES += tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
-_ARRAY = {"dtype": manifests.one_of(_DTYPES), "shape": list_of(integer(0, 2**31))}
-_ARRAY |= {"data": text(most=manifests.MOST_BYTES)}
+_GLOBAL = {"name": optional(text()), "dtype": manifests.one_of(_DTYPES), "shape": list_of(integer(0, 2**31))}
+_GLOBAL |= {"data": text(most=manifests.MOST_BYTES)}
 _STORE = entries(
     {
         "tables": list_of(text(".+", "a name")),
         "salt": tuple_of(_WORD, _WORD),
         "generation": _WORD,
         "is_replicated": manifests.boolean,
-        "globals": list_of(manifests.also(entries(_ARRAY, {"name": optional(text())}), array_from_json)),
+        "globals": list_of(manifests.also(entries(_GLOBAL), array_from_json)),
         "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
         "num_evicted": list_of(_COUNT),
-    },
-    {  # which older folders lack
         "keys_per_step": _COUNT,
         "assigned_per_step": _COUNT,
         "looks": list_of(tuple_of(_COUNT, _COUNT, _COUNT)),
@@ -312,10 +308,8 @@ _BOTH = {
     "stores": list_of(_STORE),
     "tables": manifests.by_name(_TABLE),
     BLOOM: list_of(manifests.also(entries(_BLOOM_FILE), _check_bloom)),
+    "lineage": entries({"word": text(), "order": _COUNT, "ancestors": list_of(tuple_of(text(), _COUNT))}),
 }
-_LINEAGE = {
-    "lineage": entries({"word": text(), "order": _COUNT, "ancestors": list_of(tuple_of(text(), _COUNT))})
-}  # which the first folders lack
 _DELTA = entries({"base": text(), "base_path": text(r"[^/\0][^\0]*", "a relative path"), "since": _WORD})
-_PART = manifests.also(entries({**_BOTH, "pause_s": number}, _LINEAGE), _check_whole)
-_WHOLE = manifests.also(entries({**_BOTH, "uuid": text(), "pauses_s": list_of(number)}, _LINEAGE), _check_whole)
+_PART = manifests.also(entries({**_BOTH, "pause_s": number}), _check_whole)
+_WHOLE = manifests.also(entries({**_BOTH, "uuid": text(), "pauses_s": list_of(number)}), _check_whole)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +57,7 @@ def add_store_words(source: Source, held: Restoring) -> None:
 
 
 def note_keys(source: Source, collection: Collection) -> None:
-    """Reports to `grow` how many keys a step had when the state was saved; older formats do not say."""
+    """Reports to `grow` how many keys a step had when the state was saved."""
     reports = {"keys_per_step": collection.growth.record_batch, "assigned_per_step": collection.growth.record_assign}
     for s, spec in enumerate(collection.stores):
         names = {table.name for table in spec.tables}
@@ -67,7 +66,7 @@ def note_keys(source: Source, collection: Collection) -> None:
             for saved in source.manifest["stores"]:
                 if names & set(saved["tables"]):
                     # The count is that of one shard; every shard of a replicated store has all keys.
-                    total += saved.get(field, 0) * (1 if saved["is_replicated"] else source.manifest["num_shards"])
+                    total += saved[field] * (1 if saved["is_replicated"] else source.manifest["num_shards"])
             report(s, total if spec.is_replicated else -(-total // spec.num_shards))
 
 
@@ -79,8 +78,7 @@ def restore_looks(source: Source, held: Restoring) -> None:
         # On another number of shards, these counts are of other rows.
         if saved and source.manifest["num_shards"] == spec.num_shards:
             num_rows = int(rows_in_use(spec, state.stores[s], collection.shards).max())
-            most = saved.get("most_positions", 0)
-            collection.growth.restore_looks(s, saved.get("looks", ()), num_rows, most, state)
+            collection.growth.restore_looks(s, saved["looks"], num_rows, saved["most_positions"], state)
 
 
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
@@ -90,9 +88,7 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
         leaves, wanted = state.stores[s].globals_, spec.optimizer.global_names(spec.dim)
         if name is None or not leaves:
             continue
-        # In folders without names, what has the same position is the same.
-        pairs = itertools.zip_longest(source.store_of(name)[1]["globals"], wanted)
-        saved = {entry.get("name", own): manifest_lib.array_from_json(entry) for entry, own in pairs if entry}
+        saved = {entry["name"]: manifest_lib.array_from_json(entry) for entry in source.store_of(name)[1]["globals"]}
         restored, new = [], []
         for own, leaf in zip(wanted, leaves, strict=True):
             array = saved.get(own)

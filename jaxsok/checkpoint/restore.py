@@ -217,7 +217,7 @@ def _make_room(source: Source, held: Restoring, rows: Mapping[str, np.ndarray], 
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
-    """Guesses the new rows of a step on a shard, where the files do not say how many keys steps had."""
+    """Returns the keys of a step on a shard; where no step was counted before the save, guesses its new rows."""
     if keys := collection.growth.per_step()[s]:
         return keys
     names = {table.name for table in collection.stores[s].tables}

@@ -116,7 +116,7 @@ def _read_links(links: Sequence[Source], folder: pathlib.Path, table: str, dim: 
         uuid=last["uuid"],
         base=first["base"] if first["kind"] == "delta" else None,
         links=tuple(link.manifest["uuid"] for link in links),
-        unknown=manifest_lib.unknown_from_json(last["tables"][table].get("unknown")),
+        unknown=manifest_lib.unknown_from_json(last["tables"][table]["unknown"]),
         tombstones=chain.gone,
     )
     where = lambda number: f'"{links[-1].folder}": table "{table}": row {number}'  # noqa: E731

@@ -676,19 +676,20 @@ def test_a_state_brought_forward_by_deltas_may_go_on(chain, tmp_path):
         checkpoint.export_delta(tmp_path / "fork", collection, state, paths[2])
 
 
-def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_path, caplog):
-    """Folders from before lineages existed are accepted with a warning."""
-    collection = two()
-    state = train(collection, collection.init(seed=1), 1)
-    checkpoint.export_full(tmp_path / "full", collection, state)
+@pytest.mark.parametrize(
+    "field", ["lineage", "unknown", "keys_per_step", "assigned_per_step", "looks", "most_positions", "name"]
+)
+def test_a_folder_without_a_field_is_refused(tmp_path, field):
+    """Each says what a restored state, a delta or a served table would otherwise guess."""
+    table = jaxsok.TableSpec("user", 4, optim.lift(optax.adam(0.1)), capacity=8)
+    collection = jaxsok.Collection([table], [])
+    checkpoint.export_full(tmp_path / "full", collection, collection.init())
     body = manifest.read("test", tmp_path / "full")
-    del body["lineage"]
+    where = {"lineage": body, "unknown": body["tables"]["user"], "name": body["stores"][0]["globals"][0]}
+    del where.get(field, body["stores"][0])[field]
     (tmp_path / "full" / manifest.NAME).write_text(manifest._seal(body))
-    state = train(collection, checkpoint.load(tmp_path / "full", collection), 1)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
-    assert "does not say of which state it is" in caplog.text
-    assert_same(content(collection, checkpoint.load(tmp_path / "delta", collection)), content(collection, state))
+    with pytest.raises(checkpoint.CorruptFileError, match=rf"manifest\.json.*{field}: got None, wanted a value"):
+        checkpoint.load(tmp_path / "full", collection)
 
 
 def test_exports_after_two_discarded_steps_with_lookups_ahead(tmp_path):

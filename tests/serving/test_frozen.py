@@ -528,14 +528,13 @@ def test_initial_rows_in_files():
         wanted = table.unknown_reads(2**64 - 1)
         got = manifest.unknown_from_json(json.loads(json.dumps(manifest.unknown_to_json(table, 2**64 - 1))))
         assert got == wanted
-    assert manifest.unknown_from_json(None) is None
     good = jaxsok.initializers.InitialRows(jaxsok.initializers.normal(), "t", 7).to_json()
     wrong = [
         *({"initial": {**good, **some}} for some in BAD_INITIAL),
         *({"initial": {key: value for key, value in good.items() if key != name}} for name in good),
         *({"value": value} for value in (None, "0", True, float("nan"), float("inf"), [0.0], 10**400)),
         *({"traced": 1}, {"initial": None}, {"initial": []}, {"other": 0.0}, {}, {**{"value": 0.0}, "traced": ""}),
-        *([], 0.0, "value", [["value", 0.0]]),
+        *([], 0.0, "value", [["value", 0.0]], None),
     ]  # fmt: skip
     for value in wrong:
         with pytest.raises(manifest.Wrong, match="wanted one of initial, value and traced"):

@@ -7,13 +7,11 @@ import gc
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
 import weakref
-import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -24,7 +22,6 @@ import pytest
 import server_cases
 from serving_cases import (
     ASKED,
-    INITIALIZERS,
     KNOWN,
     PLATFORMS,
     TRACED,
@@ -1025,22 +1022,6 @@ def test_a_default_that_is_configured_counts(exports):
         np.testing.assert_array_equal(
             answer["uniform"], find_in_training(*declare_untrained(), np.array([5]))["uniform"]
         )
-
-
-def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
-    """Exports of an older jaxsok, which lack initial rows, serve zeros as before."""
-    folder = tmp_path / "old"
-    shutil.copytree(exports["float32"], folder)
-    body = json.loads((folder / "manifest.json").read_text())
-    for table in body["tables"].values():
-        del table["unknown"]
-    del body["checksum"]
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    (folder / "manifest.json").write_text(json.dumps({"checksum": zlib.crc32(canonical), **body}))
-    with open(config_of(as_trained(folder)), warm_up=False) as session:
-        answer = session.lookup({name: np.array([5]) for name in INITIALIZERS})
-        assert all(not rows.any() for rows in answer.values())
-        assert session.update(exports["float32"]) == 2  # A session keeps its opened form.
 
 
 @pytest.mark.parametrize("tier", TIERS)
