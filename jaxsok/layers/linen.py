@@ -50,16 +50,6 @@ class _Lookups:
     num_before: int = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Probed:
-    """A lookup that `zero_taps` met: its collection, the structure of its features, and the shapes of their arrays."""
-
-    collection: Collection
-    structure: Any
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-
-
 class Embeddings(nn.Module):
     """The tables of a collection as a layer: features in, embeddings by feature out.
 
@@ -179,10 +169,8 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
         def record_lookup(features: Features | Plan, deterministic: bool | None = None, clock: Any = None) -> Any:
             deterministic = layer.deterministic if deterministic is None else deterministic
             if not deterministic:
-                leaves, structure = jax.tree.flatten(features)
-                shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-                before = layer.get_variable(_PLANS, "probed", ())
-                layer.put_variable(_PLANS, "probed", (*before, _Probed(layer.collection, structure, shapes)))
+                before = layer.get_variable(_PLANS, "asked", ())
+                layer.put_variable(_PLANS, "asked", (*before, tap.Asked.of(layer.collection, features)))
             return tap.zero_taps(layer.collection, features)
 
         return record_lookup(*args, **kwargs)
@@ -196,20 +184,13 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
             return model.apply(variables, *args, **kwargs)[1].get(_PLANS, {})
 
     # Nothing is an argument of what is traced: a flag that the model looks at stays one.
-    found = {path[:-1]: probed for path, probed in _flatten(jax.eval_shape(apply)).items() if path[-1] == "probed"}
+    found = {path[:-1]: asked for path, asked in _flatten(jax.eval_shape(apply)).items() if path[-1] == "asked"}
     if not found:
         raise ValueError(
             "zero_taps: model: got one that looks nothing up in this call, wanted jaxsok.layers.linen.Embeddings "
             "called in training."
         )
-    return unflatten_dict(
-        {
-            (*path, "taps"): tuple(
-                tap.zero_taps(one.collection, jax.tree.unflatten(one.structure, one.shapes)) for one in probed
-            )
-            for path, probed in found.items()
-        }
-    )
+    return unflatten_dict({(*path, "taps"): tuple(one.zero_taps() for one in asked) for path, asked in found.items()})
 
 
 def apply_updates(

@@ -5,7 +5,6 @@ checkpoints) do not see. Graph and tree mode both work. Import it by `from jaxso
 calls that need no Flax are in tap.py.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,20 +45,6 @@ class TapVariable(nnx.Variable):
 
 class PlanVariable(nnx.Variable):
     """The plans of the lookups since the last update."""
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """The shapes of what a lookup reads, as part of the structure of a layer: a trace that JAX has keeps them."""
-
-    structure: Any
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-
-    @classmethod
-    def of(cls, features: Any) -> "_Asked":
-        leaves, structure = jax.tree.flatten(features)
-        return cls(structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 class Embeddings(nnx.Module):
@@ -121,7 +106,7 @@ class Embeddings(nnx.Module):
             return self.find(features)[0]
         taps, plans = self.taps.get_value(), self.plans.get_value()
         if self._is_probe:
-            self.plans.set_value((*plans, _Asked.of(features)))
+            self.plans.set_value((*plans, tap.Asked.of(self.collection, features)))
             return tap.zero_taps(self.collection, features)
         if len(plans) >= len(taps):
             num_taps = sum(own is not None for own in taps)
@@ -152,7 +137,9 @@ class Embeddings(nnx.Module):
         Example:
           `layer.set_taps(features)`, then `nnx.grad(loss, argnums=nnx.DiffState(0, layers.TapVariable))(layer)`
         """
-        taps = tuple(tap.zero_taps(self.collection, of_lookup) for of_lookup in features)
+        self._set_taps([tap.zero_taps(self.collection, of_lookup) for of_lookup in features], accumulate)
+
+    def _set_taps(self, taps: Sequence[tap.Taps], accumulate: bool) -> None:
         waiting = len(self.plans.get_value())
         if waiting and not accumulate:
             raise ValueError(
@@ -246,7 +233,7 @@ def value_and_grad(
         before = [(layer, layer.taps.get_value()) for layer, *_ in layers.values()]
         try:
             for path, (layer, *_) in layers.items():
-                layer.set_taps(*found[path], accumulate=accumulate)
+                layer._set_taps([asked.zero_taps() for asked in found[path]], accumulate)
             # In graph mode, the only one of older Flax, transformations take `DiffState` and carry new Variables out.
             if all(mode.current_value() for mode in modes_of_flax()):
                 differentiated = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
@@ -367,10 +354,10 @@ def _find_waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[t
     return [(path, layer, [_taps_at(op, of_call, path) for of_call in gradients]) for path, layer in waiting]
 
 
-def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:
-    """Finds the shapes of what `f` asks of each layer of the model, `args[0]`, in order."""
+def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], Sequence[tap.Asked]]:
+    """Finds what `f` asks of each layer of the model, `args[0]`, in order."""
     graphdef, state = nnx.split((args, dict(kwargs)))
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    found: dict[tuple[Any, ...], Sequence[tap.Asked]] = {}
 
     def probe() -> None:
         # A copy keeps what f does to its modules from them. Nothing is an argument of what is traced: a flag stays one.
@@ -382,7 +369,7 @@ def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[
                 layer._is_probe = True
         f(*args, **kwargs)
         for path, (layer, *_) in layers.items():
-            found[path] = [jax.tree.unflatten(asked.structure, asked.leaves) for asked in layer.plans.get_value()]
+            found[path] = layer.plans.get_value()
 
     jax.eval_shape(probe)
     return found

@@ -5,6 +5,7 @@ them through taps, zeros of their shape that are an argument: values keep their 
 that of the embeddings. Feeds nnx.py and linen.py; knows no Flax.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,29 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
                 zeros = jax.lax.pcast(zeros, tuple(sorted(axes)), to="varying")
             taps[layout.name] = zeros
     return taps
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A lookup that a trace met: its collection, the structure of its features, and the shapes of their arrays.
+
+    It is part of the structure of what is traced, so a trace that JAX has keeps it.
+    """
+
+    collection: Collection
+    structure: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, collection: Collection, features: Features | Plan) -> "Asked":
+        """Records what a lookup reads."""
+        leaves, structure = jax.tree.flatten(features)
+        return cls(collection, structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
+
+    def zero_taps(self) -> dict[str, Array]:
+        """Makes the taps of the lookup, outside the trace that met it."""
+        return zero_taps(self.collection, jax.tree.unflatten(self.structure, self.leaves))
 
 
 def lookup(
