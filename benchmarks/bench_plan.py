@@ -1,6 +1,6 @@
-"""The distinct keys of a batch, apart from any table.
+"""The distinct keys of a batch, apart from any table: what each shard of a mesh makes before it exchanges keys.
 
-Question: what does making a plan ahead of its lookup cost?
+Question: what do the requests of a batch cost, with one owner for all?
 Workload: the keys of W1, W5 and W6.
 Limit:    the bytes of keys in and plan out over the bandwidth of a copy (`limits.plan_bytes`); the scratch index that
           finds equal keys comes on top, and a sort in its place would move more.
@@ -14,6 +14,8 @@ a table.
 import jax
 import jax.numpy as jnp
 
+from jaxsok import plan as plan_lib
+
 from . import limits, records
 from .fill import collection_of, pack
 from .records import Batches, Recorder
@@ -23,14 +25,20 @@ WORKLOADS = ("W1", "W5", "W6")
 
 
 def measure(batches: Batches, recorder: Recorder, protocol: Protocol, copy_gb_s: float) -> None:
-    """Measures `Collection.plan` and its peer under one key distribution."""
+    """Measures requests and their peer under one key distribution."""
     workload, key_sets = batches.workload, batches.key_sets
     collection = collection_of(workload, workload.runs[0].optimizer)
     sets = [pack(collection, workload, key_set.ids) for key_set in key_sets]
     idle = pack(collection, workload, key_sets[0].ids[:, :1])
-    plan = Step(lambda _, features: collection.plan(features).distinct, donates=False)
-    _, distinct = plan.run((), sets[0])
-    found = sum(int(jax.device_get(store.num_unique)) for store in distinct)
+    owners = jnp.asarray(plan_lib.default_owners(1))
+
+    def request(_, features):
+        parts = zip(collection.stores, features.stores, strict=True)
+        return [plan_lib.requests_of(spec, part, owners) for spec, part in parts if part.layouts]
+
+    plan = Step(request, donates=False)
+    _, requests = plan.run((), sets[0])
+    found = sum(int(jax.device_get(of_store.starts)[-1]) for of_store in requests)
     if found != key_sets[0].num_unique:
         raise RuntimeError(f"{workload.name}: plan found {found} distinct keys, wanted {key_sets[0].num_unique}.")
     timing, _ = plan.measure((), sets, protocol, idle)

@@ -79,7 +79,7 @@ def insert_bytes(num_keys: int, dim: int) -> int:
 
 
 def plan_bytes(num_keys: int) -> int:
-    """Returns the bytes that a plan must move: keys in (8 B); unique, their tables, inverse, multiplicity out (20 B).
+    """Returns the bytes that a plan must move: keys in (8 B); requests (16 B) and inverse out.
 
     Example:
       >>> plan_bytes(num_keys=2)

@@ -248,13 +248,14 @@ class Collection:
 
     @annotations.annotate("jaxsok.plan")
     def plan(self, features: Features, *, send_capacity: Sequence[int] | None = None) -> Plan:
-        """Makes the keys of a batch distinct. Reads no table, so it can run a batch ahead of the lookup.
+        """Makes the keys of a batch distinct and orders them by owner, on a mesh. Reads no table, so it can run ahead.
 
-        On a mesh, with `send_capacity` (for each store the keys for one destination), it also sends the keys to their
-        owners, in one round: the lookup and the update then have no loop, and the host waits for nothing. Keys beyond
-        the capacity are not sent, read what refused keys read (in partial bags: zeros) and are counted as refused:
-        compare it with `plan.asked[s].load[0, 0]` first, or let `collection.pipeline` do so. Without it the lookup and
-        the update go in as many rounds as it takes.
+        On one device a lookup needs no such step: the plan has nothing but the features. On a mesh, with
+        `send_capacity` (for each store the keys for one destination), it also sends the keys to their owners, in one
+        round: the lookup and the update then have no loop, and the host waits for nothing. Keys beyond the capacity are
+        not sent, read what refused keys read (in partial bags: zeros) and are counted as refused: compare it with
+        `plan.asked[s].load[0, 0]` first, or let `collection.pipeline` do so. Without it the lookup and the update go in
+        as many rounds as it takes.
 
         Cost:
           Few passes over the keys and a scratch index of 32 bytes a key; on more than 64 shards also a sort by owner.

@@ -1,14 +1,13 @@
 """The forward pass: features or a plan → embeddings, state, plan; `find` does the same and changes nothing.
 
-On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; initial
-rows that XLA computes cost three, and statistics one more. The ticket of the plan is one call for all stores
-(tickets.py). On a mesh this runs on every shard: the distinct keys go to their owners, which find or insert rows and
-send them back.
+On one device each store costs one FFI call; initial rows that XLA computes cost three, and statistics one more. The
+ticket of the plan is one call for all stores (tickets.py). On a mesh this runs on every shard: the distinct keys go to
+their owners, which find or insert rows and send them back.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxsok.exchange import SCALED_DTYPES, Exchange, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels.tickets import tickets_digest
-from jaxsok.plan import Distinct, Found, Requests
+from jaxsok.plan import Found, Requests
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import COUNTS, NO_ROW, ByTable, Clock, Digest, Inverse, RowIds, Seed, TableCounts
@@ -137,8 +136,8 @@ class Reader:
 class Here(Reader):
     """A lookup in a store whose rows are all here."""
 
-    asked: Distinct | None
-    """The distinct keys, where they were planned; None: all keys."""
+    asked: ClassVar[None] = None
+    """There are no other shards to ask."""
 
     @annotations.annotate_store
     def find(self, store: StoreState) -> tuple[Found, list[Array]]:
@@ -152,7 +151,7 @@ class Here(Reader):
 
     def lookup(self, store: StoreState) -> StoreLookup:
         """Looks up in one call if possible."""
-        if self.asked is None and not self.reads_traced and self.spec.memory is None:
+        if not self.reads_traced and self.spec.memory is None:
             return self._lookup_fused(store)
         return *self.read(*self.index(store)), self.digest()
 
@@ -169,18 +168,11 @@ class Here(Reader):
 
     @annotations.annotate_store
     def index(self, store: StoreState) -> tuple[StoreState, Found]:
-        """Finds or inserts the rows of the keys, or of each distinct key in `asked` once; counts these alone."""
-        distinct = self.asked
-        if distinct is None:
-            keys, table_ids, uses = self.features.keys, self.table_ids, None
-        else:
-            keys, table_ids, uses = distinct.unique, distinct.unique_tables, distinct.multiplicity.astype(jnp.uint32)
+        """Finds or inserts the rows of the keys."""
         store, row_ids, counts = table.find_or_insert(
-            self.spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
+            self.spec, store, self.seed, self.features.keys, self.table_ids, step=self.step
         )
-        store = table.touch(self.spec, store, row_ids, uses, not_none(self.clock))
-        if distinct is not None:
-            row_ids = row_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
+        store = table.touch(self.spec, store, row_ids, None, not_none(self.clock))
         return store, Found(row_ids, counts, _rounds(0))
 
     @annotations.annotate_store

@@ -427,7 +427,7 @@ def _step_bytes(
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
     if spec.num_shards == 1:
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
-        lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
+        lookup = sizes.JaxsokInsertWorkspaceBytes(num_keys)
         workspace = max(lookup + initial * num_keys, update)
         # The last are on their way; while they are stacked, there are two of each. A call with lookups ahead also has
         # the batches that follow its own.

@@ -20,7 +20,7 @@ from jaxsok.kernels import combine as combine_kernels, plan as plan_kernels
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import NO_ROW
+from jaxsok.types import NO_ROW, NUM_PARTITIONS
 
 Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
 """The largest number so far, and the sum of all squares divided by its square: no square overflows or vanishes."""
@@ -66,6 +66,7 @@ def sum_over_shards(shards: Shards, squares: Squares) -> Squares:
 
 
 def sum_by_row(
+    spec: StoreSpec,
     row_ids: UInt32[Array, " num_keys"],
     batch: tuple[Array, Array, np.ndarray],
     num_tiles: int,
@@ -74,10 +75,11 @@ def sum_by_row(
     is_refused: Bool[Array, " num_keys"] | None = None,
 ) -> Float32[Array, "num_keys dim"]:
     """Sums gradients by row; zeros where a sum is not finite. Refused keys count in the hotness of their bags."""
-    # Rows are made distinct as keys are, with the row id in place of the key.
+    # Rows are made distinct as keys are, with the row id in place of the key, and one owner for all.
     is_row = row_ids != jnp.uint32(NO_ROW)
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
-    _, _, inverse, _, _ = plan_kernels.plan((as_keys, *batch), num_tiles)
+    owners, how = np.zeros(NUM_PARTITIONS, np.uint32), {"num_tiles": num_tiles, "num_shards": 1}
+    inverse = plan_kernels.plan_requests((as_keys, *batch), spec.table_words(), owners, **how).inverse
     if is_refused is not None:
         # Refused keys go to the last place, which no row uses: each of them leaves a place free.
         spare = row_ids.shape[0] - 1
@@ -105,7 +107,7 @@ def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -
     if any(has_divided_bags(part) for part in parts):
         is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
     flat = [grad for part, grads in zip(parts, gradients, strict=True) for grad in gradients_by_bag(spec, part, grads)]
-    return sum_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
+    return sum_by_row(spec, row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
 
 
 @annotations.annotate_store
@@ -121,7 +123,7 @@ def add_exchanged(
         sums, _ = scale_by_uses(spec, arrived, is_live)
         row_ids = [jnp.where(is_live[p], part.row_ids, jnp.uint32(NO_ROW)) for p, part in enumerate(arrived)]
         batch, num_tiles = as_features([ids.shape[0] for ids in row_ids])
-        rows = sum_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
+        rows = sum_by_row(spec, jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
         return with_squares(squares, jnp.where(is_counted, rows, 0.0))
 
     return fold_arrivals(exchange, "gradient_norm", spec, s, used, lambda _: store, add, squares)

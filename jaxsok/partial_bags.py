@@ -344,5 +344,7 @@ def add_squares(exchange: Exchange, spec: StoreSpec, s: int, used: Used, squares
         for pair in zip(used.plans, used.gradients, strict=True)
         for part in jnp.split(_to_owners(exchange, spec, *pair, s), spec.num_shards)
     ]
-    rows = norms.sum_by_row(concatenate(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient)
+    rows = norms.sum_by_row(
+        spec, concatenate(alive), (offsets, weights, words), num_tiles, gradients, spec.row_gradient
+    )
     return norms.with_squares(squares, rows)

@@ -1,8 +1,8 @@
-"""The plan of a lookup: its features, the distinct keys if they were made, then row ids.
+"""The plan of a lookup: its features, on several devices the requests of the shards to each other, then row ids.
 
-A plan made apart (`Collection.plan`) reads no table, so it can run a batch ahead. On one device a lookup without one
-finds rows key by key in one fused call, and its plan carries row ids alone. On a mesh the distinct keys of each shard,
-ordered by owner, are its requests to the others (exchange.py). A plan is never differentiated.
+On one device a lookup finds rows key by key in one fused call, so a plan made apart (`Collection.plan`) has nothing but
+the features. On several devices the distinct keys of each shard, ordered by owner, are its requests to the others
+(exchange.py); these read no table, so a plan made apart can run a batch ahead. A plan is never differentiated.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.kernels.tickets import Ticket, tickets_digest
 from jaxsok.specs import StoreSpec
-from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts, TableIds
+from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts
 
 # Constants of ffi/core/hash.h.
 GOLDEN = 0x9E3779B97F4A7C15
@@ -28,21 +28,6 @@ _LAST_SHIFT = 31
 _PARTITION_BITS = NUM_PARTITIONS.bit_length() - 1
 
 Word = UInt32[Array, " _"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Distinct:
-    """The distinct (table, key) pairs of a batch, by first occurrence."""
-
-    unique: Keys
-    """PADDING_KEY beyond num_unique."""
-    unique_tables: TableIds
-    inverse: Inverse
-    """Position in `unique` of each key of the batch; num_keys for padding."""
-    multiplicity: Int32[Array, " num_keys"]
-    """Occurrences of each key; 0 beyond num_unique."""
-    num_unique: Int32[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -125,8 +110,6 @@ class Plan:
     """The plan of one lookup, by store."""
 
     features: Features
-    distinct: tuple[Distinct | None, ...] | None = None
-    """Distinct keys of stores with features, made by `Collection.plan` on one device; None: the lookup was fused."""
     asked: tuple[Requests | Uses | None, ...] | None = None
     """Exchanged requests, made by `Collection.plan` or `Collection.lookup` on a mesh."""
     found: tuple[Found, ...] | None = None
@@ -193,11 +176,6 @@ class InFlight:
     form: int = dataclasses.field(metadata={"static": True})
     embeddings: dict[str, Array] | None = None
     """None: rows are read when the batch is looked up."""
-
-
-def distinct_keys(features: StoreFeatures) -> Distinct:
-    """Makes one store's keys distinct, in one pass with a scratch index of 32 bytes a key; reads no table."""
-    return Distinct(*kernels.plan(features.operands(), features.num_tiles))
 
 
 def default_owners(num_shards: int) -> np.ndarray:

@@ -57,7 +57,7 @@ class Steps:
         return self.strategy.shards
 
     def plan(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-        """Makes the keys of a batch distinct; on several shards orders them by owner or sends them."""
+        """Makes the keys of a batch distinct and orders them by owner or sends them, on several shards."""
         return self.strategy.plan(self.stores, features, send_capacities)
 
     def lookup(self, state: State, plan: Plan, clock: Clock | None) -> tuple[Embeddings, State, Plan]:

@@ -33,18 +33,14 @@ class Fused:
     """The name of the wire between shards; empty where nothing travels."""
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
-        """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
-        if self.shards.is_mesh:
-            return Plan(features)  # counts of distinct keys could not be split over the mesh
-        distinct = [plan_lib.distinct_keys(part) if part.layouts else None for part in features.stores]
-        return Plan(features, distinct=tuple(distinct))
+        """Requests the keys of a batch from their owners, with send capacities at once; here there are no others."""
+        return Plan(features)
 
     def reader(
         self, spec: StoreSpec, s: int, state: State, plan: Plan, step: Clock | None = None, clock: Clock | None = None
     ) -> lookup.Here:
         """Returns the reader of a batch for a store that has features; without a step it changes nothing."""
-        distinct = None if plan.distinct is None else plan.distinct[s]
-        return lookup.Here(spec, plan.features.stores[s], state.seed, step, clock, distinct)
+        return lookup.Here(spec, plan.features.stores[s], state.seed, step, clock)
 
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
@@ -105,7 +101,7 @@ class Exchanged:
     ) -> lookup.Here | lookup.Owner:
         features = plan.features.stores[s]
         if spec.is_replicated and step is None:  # all rows are here
-            return lookup.Here(spec, features, state.seed, step, clock, None)
+            return lookup.Here(spec, features, state.seed, step, clock)
         kind = partial_bags.BagsOwner if spec.sends_bags else lookup.Owner
         of_batch = spec, features, self._after_meeting(state.seed), step, clock
         return kind(*of_batch, self._asked(spec, s, state, plan), self.exchange)

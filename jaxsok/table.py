@@ -1,6 +1,6 @@
 """Operations on (table, key) pairs on one shard: find, insert, assign, erase and release.
 
-They serve keys without bags: plans made apart, inspection, erasing. The whole lookup is in lookup.py.
+They serve keys without bags: requests of other shards, inspection, erasing. The whole lookup is in lookup.py.
 """
 
 import dataclasses

@@ -969,7 +969,7 @@ class Store:
         return np.bincount(nonfinite_tables, minlength=self.num_tables).astype(np.int32), np.int32(num_stale)
 
 
-def plan(batch: Batch) -> dict[str, np.ndarray]:
+def distinct_pairs(batch: Batch) -> dict[str, np.ndarray]:
     """Returns distinct (table, key) pairs by first position."""
     n = len(batch.keys)
     inverse = np.full(n, n, np.int32)
@@ -998,7 +998,7 @@ def plan_requests(
 
     `slots` are the lines at which a round that sends each owner its first `send_capacity` pairs has those of keys.
     """
-    distinct, n = plan(batch), len(batch.keys)
+    distinct, n = distinct_pairs(batch), len(batch.keys)
     num = int(distinct["num_unique"])
     keys, tables = from_words(distinct["unique"][:num]), distinct["unique_tables"][:num]
     hashes = partition_hashes(keys, lines[tables])

@@ -1,4 +1,4 @@
-// Handlers of the plan noun: the distinct keys of a batch, by first position or by owner.
+// Handlers of the plan noun: the distinct keys of a batch, or the uses of its bags, by owner.
 #include "../kernels/plan.h"
 
 #include <random>
@@ -16,20 +16,6 @@ uint64_t ScratchSalt() {
     return uint64_t{draw()} << 32 | draw();
   }();
   return salt;
-}
-
-/// Finds the distinct (table, key) pairs by first position, with inverse and multiplicities.
-ffi::Error Plan(Call& call) {
-  const BatchView batch = ReadBatch(call);
-  const int64_t n = batch.num_keys;
-  PlanView plan;
-  plan.unique = call.Result("unique", ffi::U32, {n, 2}).as<uint64_t>();
-  plan.unique_tables = call.Result("unique_tables", ffi::U32, {n}).as<uint32_t>();
-  plan.inverse = call.Result("inverse", ffi::S32, {n}).as<int32_t>();
-  plan.multiplicity = call.Result("multiplicity", ffi::S32, {n}).as<int32_t>();
-  plan.num_unique = call.Result("num_unique", ffi::S32, {}).as<int32_t>();
-  void* workspace = call.Workspace(PlanWorkspaceBytes(n));
-  return call.Launch([&](Stream stream) { return LaunchPlan(stream, batch, ScratchSalt(), plan, workspace); });
 }
 
 OwnersView ReadOwners(Call& call) {
@@ -82,12 +68,9 @@ ffi::Error PlanUses(Call& call) {
 }  // namespace
 
 JAXSOK_DEFINE_HANDLER(JaxsokPlanUses, "plan_uses", PlanUses);
-JAXSOK_DEFINE_HANDLER(JaxsokPlan, "plan", Plan);
 JAXSOK_DEFINE_HANDLER(JaxsokPlanRequests, "plan_requests", PlanRequests);
 
 }  // namespace jaxsok
-
-JAXSOK_VISIBLE int64_t JaxsokPlanWorkspaceBytes(int64_t num_keys) { return jaxsok::PlanWorkspaceBytes(num_keys); }
 
 JAXSOK_VISIBLE int64_t JaxsokPlanRequestsWorkspaceBytes(int64_t num_keys) {
   return jaxsok::PlanRequestsWorkspaceBytes(num_keys);

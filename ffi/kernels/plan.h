@@ -18,26 +18,11 @@ constexpr int64_t DealSortBytes(int64_t num_keys) {
 }
 /// Slots of the scratch index of a GPU: for each key, and further ones. At most 2^32 - 64, half of them empty.
 constexpr int64_t kSlotsPerKey = 4, kSpareSlots = 64, kMostSlots = (int64_t{1} << 32) - 64;
-/// Returns the bytes of a scratch index (32 a key), of four words a key, and of counts.
-constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
+/// Returns the bytes for making keys distinct: a scratch index (32 a key), four words a key, and counts.
+constexpr int64_t DistinctWorkspaceBytes(int64_t num_keys) {
   return PaddedToLine(num_keys) * (4 * 4) + DealCountBytes(num_keys) +
          PaddedToLine(2 * (kSlotsPerKey * num_keys + kSpareSlots)) * 4 + kWorkspaceLine;
 }
-
-struct PlanView {
-  uint64_t* unique;         // [num_keys]: distinct (table, key) pairs by first position; then kPaddingKey
-  uint32_t* unique_tables;  // [num_keys]; 0 beyond num_unique
-  int32_t* inverse;         // [num_keys]: position among unique; num_keys for padding
-  int32_t* multiplicity;    // [num_keys]: occurrences of each; 0 beyond num_unique
-  int32_t* num_unique;      // [1]
-};
-
-/// Makes the keys of a batch distinct.
-///
-/// Pre    : callers who choose keys cannot know salt; no output depends on it.
-/// Order  : by first position: the same on every run and on both back ends.
-/// Cost   : 32 B of scratch index a key, written once and probed once.
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
 /// The assignment of keys to shards.
 struct OwnersView {
@@ -91,17 +76,17 @@ constexpr int64_t HashOrderBytes(int64_t num_keys) {
 }
 /// Returns the bytes of distinct keys, and of the larger workspace of making them and ordering them by hash.
 constexpr int64_t PlanRequestsWorkspaceBytes(int64_t num_keys) {
-  const int64_t making = PlanWorkspaceBytes(num_keys) + DealSortBytes(0), ordering = HashOrderBytes(num_keys);
+  const int64_t making = DistinctWorkspaceBytes(num_keys) + DealSortBytes(0), ordering = HashOrderBytes(num_keys);
   return PaddedToLine(num_keys) * int64_t{sizeof(Request)} + (making > ordering ? making : ordering);
 }
 
 /// Makes the keys of a batch distinct and orders them by the shard that owns them.
 ///
-/// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards.
+/// Pre    : callers who choose keys cannot know salt; no output depends on it. num_shards is 1 to kMaxShards.
 /// Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run and on
 ///          both back ends. (Keys of two tables may share a hash; those of one do not.)
-/// Cost   : as LaunchPlan; a radix sort of the distinct keys by their hash, if wanted; and another by the bits of
-///          num_shards if there are more than 64.
+/// Cost   : 32 B of scratch index a key, written once and probed once; a radix sort of the distinct keys by their hash,
+///          if wanted; and another by the bits of num_shards if there are more than 64.
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace);
 

@@ -78,9 +78,17 @@ struct Share {
   }
 };
 
-/// Does the work of LaunchPlan.
-void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags, uint64_t salt, const PlanView& plan,
-                  void* workspace) {
+/// The distinct (table, key) pairs of a batch, by first position; each array has room for `num_keys`.
+struct DistinctView {
+  uint64_t* keys;
+  uint32_t* tables;
+  uint32_t* multiplicity;  // occurrences of each
+  int32_t* inverse;        // by position: its pair; num_keys for padding
+};
+
+/// Makes the keys of a batch distinct; returns their number.
+int64_t MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags, uint64_t salt,
+                     const DistinctView& distinct, void* workspace) {
   const BatchSource source = {batch.keys, &bags};
   const int64_t num_keys = batch.num_keys;
   const int64_t num_chunks = CeilDiv(num_keys, kPositionsPerChunk);
@@ -109,7 +117,7 @@ void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags
     for_pieces(chunk_begin, chunk_end, [&](int64_t begin, int64_t end, const uint32_t* tables) {
       for (int64_t i = begin; i < end; ++i) {
         const uint32_t table = tables[i - begin];
-        plan.inverse[i] = table == kNoTable ? kIsPadding : 0;
+        distinct.inverse[i] = table == kNoTable ? kIsPadding : 0;
         if (table == kNoTable) continue;
         hashes[i] = HashOf(batch.keys[i], table, salt);
         ++counts[share_of(i)];
@@ -131,50 +139,44 @@ void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
     int64_t* next = &places[begin / kPositionsPerChunk * kNumShares];
     for (int64_t i = begin; i < end; ++i) {
-      if (plan.inverse[i] != kIsPadding) dealt[next[share_of(i)]++] = static_cast<uint32_t>(i);
+      if (distinct.inverse[i] != kIsPadding) dealt[next[share_of(i)]++] = static_cast<uint32_t>(i);
     }
   });
 
   RunTasks(stream, kNumShares, [&](int64_t p) {
     const int64_t start = share_starts[p];
-    const Share share = {
-        dealt + start, share_starts[p + 1] - start, slots + 4 * start, batch.keys, hashes, plan.inverse, multiplicity};
+    const int64_t size = share_starts[p + 1] - start;
+    const Share share = {dealt + start, size, slots + 4 * start, batch.keys, hashes, distinct.inverse, multiplicity};
     if (!share.JoinByMap()) share.JoinBySort();
   });
 
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
     int64_t num_first = 0;
-    for (int64_t i = begin; i < end; ++i) num_first += plan.inverse[i] == i ? 1 : 0;
+    for (int64_t i = begin; i < end; ++i) num_first += distinct.inverse[i] == i ? 1 : 0;
     chunk_starts[begin / kPositionsPerChunk + 1] = num_first;
   });
   for (int64_t c = 0; c < num_chunks; ++c) chunk_starts[c + 1] += chunk_starts[c];
-  const int64_t num_unique = chunk_starts[num_chunks];
-  *plan.num_unique = static_cast<int32_t>(num_unique);
 
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t chunk_begin, int64_t chunk_end) {
     int64_t next = chunk_starts[chunk_begin / kPositionsPerChunk];
     for_pieces(chunk_begin, chunk_end, [&](int64_t begin, int64_t end, const uint32_t* tables) {
       for (int64_t i = begin; i < end; ++i) {
-        if (plan.inverse[i] != i) continue;
-        plan.unique[next] = batch.keys[i];
-        plan.unique_tables[next] = tables[i - begin];
-        plan.multiplicity[next] = static_cast<int32_t>(multiplicity[i]);
-        multiplicity[i] = static_cast<uint32_t>(next++);  // from here on: its place in `unique`
+        if (distinct.inverse[i] != i) continue;
+        distinct.keys[next] = batch.keys[i];
+        distinct.tables[next] = tables[i - begin];
+        distinct.multiplicity[next] = multiplicity[i];
+        multiplicity[i] = static_cast<uint32_t>(next++);  // from here on: its place among the distinct
       }
     });
   });
 
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int32_t first = plan.inverse[i];
-      plan.inverse[i] = static_cast<int32_t>(first == kIsPadding ? num_keys : multiplicity[first]);
+      const int32_t first = distinct.inverse[i];
+      distinct.inverse[i] = static_cast<int32_t>(first == kIsPadding ? num_keys : multiplicity[first]);
     }
-    const int64_t unused = std::max(begin, num_unique);
-    if (unused >= end) return;
-    std::fill(plan.unique + unused, plan.unique + end, kPaddingKey);
-    std::fill(plan.unique_tables + unused, plan.unique_tables + end, uint32_t{0});
-    std::fill(plan.multiplicity + unused, plan.multiplicity + end, 0);
   });
+  return chunk_starts[num_chunks];
 }
 
 /// Orders `num_items` by class, then by `hashes` if given, then by number.
@@ -219,13 +221,6 @@ void OrderByClass(Stream stream, int64_t num_items, int64_t num_classes, const C
 
 }  // namespace
 
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
-  const BagFeatures bags(stream, batch);
-  if (bags.error() != nullptr) return bags.error();
-  MakeDistinct(stream, batch, bags, salt, plan, workspace);
-  return nullptr;
-}
-
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
@@ -233,17 +228,16 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   if (LaunchError error = bags.ErrorWithTables(owners.num_tables)) return error;
   const int64_t num_keys = batch.num_keys;
   if (LaunchError error = LaunchTicketsDigest(stream, {batch.keys, num_keys}, out.digest)) return error;
-  int32_t num_unique = 0;
   WorkspaceCutter cutter(workspace);
-  PlanView plan;
-  plan.unique = cutter.Take<uint64_t>(num_keys);
-  plan.unique_tables = cutter.Take<uint32_t>(num_keys);
-  plan.multiplicity = cutter.Take<int32_t>(num_keys);
-  plan.inverse = out.inverse;
-  plan.num_unique = &num_unique;
+  DistinctView distinct;
+  distinct.keys = cutter.Take<uint64_t>(num_keys);
+  distinct.tables = cutter.Take<uint32_t>(num_keys);
+  distinct.multiplicity = cutter.Take<uint32_t>(num_keys);
+  distinct.inverse = out.inverse;
   uint32_t* place_of = cutter.Take<uint32_t>(num_keys);
-  WorkspaceCutter ordering = cutter;  // the plan's workspace is free again after the plan is made
-  MakeDistinct(stream, batch, bags, salt, plan, cutter.Take<char>(PlanWorkspaceBytes(num_keys)));
+  WorkspaceCutter ordering = cutter;  // the workspace of making keys distinct is free again afterwards
+  void* making = cutter.Take<char>(DistinctWorkspaceBytes(num_keys));
+  const int64_t num_unique = MakeDistinct(stream, batch, bags, salt, distinct, making);
 
   const bool by_hash = out.hashes != nullptr;
   constexpr int64_t kRequestsPerClass = 128;  // small enough to sort in a core's L1 cache
@@ -258,8 +252,8 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   uint32_t* order = ordering.Take<uint32_t>(num_keys);
   RunRanges(stream, num_unique, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
-      const uint32_t owner = owners.Of(plan.unique[u], plan.unique_tables[u]);
-      hashes[u] = RoundHash(owners.HashOf(plan.unique[u], plan.unique_tables[u]));
+      const uint32_t owner = owners.Of(distinct.keys[u], distinct.tables[u]);
+      hashes[u] = RoundHash(owners.HashOf(distinct.keys[u], distinct.tables[u]));
       classes[u] = owner << hash_bits | (hash_bits == 0 ? 0 : static_cast<uint32_t>(hashes[u] >> (64 - hash_bits)));
     }
   });
@@ -273,9 +267,8 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
     for (int64_t p = begin; p < end; ++p) {
       const bool is_used = p < num_unique;
       const uint32_t u = is_used ? order[p] : 0;
-      out.requests[p] =
-          is_used ? Request{plan.unique[u], plan.unique_tables[u], static_cast<uint32_t>(plan.multiplicity[u])}
-                  : Request{kPaddingKey, 0, 0};
+      out.requests[p] = is_used ? Request{distinct.keys[u], distinct.tables[u], distinct.multiplicity[u]}
+                                : Request{kPaddingKey, 0, 0};
       if (is_used) place_of[u] = static_cast<uint32_t>(p);
       if (by_hash) out.hashes[p] = is_used ? hashes[u] : ~uint64_t{0};
     }

@@ -19,23 +19,6 @@ constexpr uint32_t kNoPosition = ~uint32_t{0};
 
 // Distinct keys. ----------------------------------------------------------------------------------------------
 
-/// The distinct keys by place: lines, or arrays.
-struct DistinctOutput {
-  Request* lines;  // nullptr: arrays
-  PlanView arrays;
-
-  __device__ void Write(int64_t place, uint64_t key, uint32_t table, uint32_t num_uses) const {
-    if (lines != nullptr) {
-      reinterpret_cast<uint4*>(lines)[place] =
-          make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), table, num_uses);
-      return;
-    }
-    arrays.unique[place] = key;
-    arrays.unique_tables[place] = table;
-    arrays.multiplicity[place] = static_cast<int32_t>(num_uses);
-  }
-};
-
 constexpr uint64_t kEmptySlot = ~uint64_t{0};
 
 constexpr uint32_t kSlotsPerBucket = 4;  // a sector of memory
@@ -92,7 +75,7 @@ __global__ void __launch_bounds__(kBlock) PrepareDistinctKernel(DistinctWorkspac
   }
   for (int64_t i = start; i < w.dealing.num_items; i += stride) w.uses[i] = 0;
   if (start == 0) *w.dealing.blocks_done = 0;
-  if (start == 0 && digest != nullptr) *digest = 0;
+  if (start == 0) *digest = 0;
 }
 
 // One thread, one position; a block adds its sum to the digest of the keys. Positions outside all bags are padding.
@@ -108,15 +91,13 @@ __global__ void __launch_bounds__(kBlock)
   uint32_t slot = kNoPosition, other = kNoPosition;
   bool is_met = false;
   const uint64_t key = i < batch.num_keys ? __ldg(batch.keys + i) : kPaddingKey;
-  if (digest != nullptr) {  // equal in all threads
-    const uint64_t sum = SumOfWarp(i < batch.num_keys ? DigestOf(key, i) : 0);
-    if (threadIdx.x % kWarp == 0) digest_of_warp[threadIdx.x / kWarp] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      uint64_t total = 0;
-      for (int warp = 0; warp < kWarpsPerBlock; ++warp) total += digest_of_warp[warp];
-      AtomicAdd64(digest, total);
-    }
+  const uint64_t sum = SumOfWarp(i < batch.num_keys ? DigestOf(key, i) : 0);
+  if (threadIdx.x % kWarp == 0) digest_of_warp[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint64_t total = 0;
+    for (int warp = 0; warp < kWarpsPerBlock; ++warp) total += digest_of_warp[warp];
+    AtomicAdd64(digest, total);
   }
   if (i < batch.num_keys) {
     const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
@@ -204,43 +185,44 @@ struct FirstsPut {
   DistinctWorkspace w;
   const uint64_t* keys;
   TableOfPosition table_of;
-  DistinctOutput out;
+  Request* lines;
 
   __device__ void operator()(int64_t i, uint32_t place) const {
-    out.Write(place, __ldg(keys + i), table_of(i), w.uses[i] + 1);
+    Write(place, __ldg(keys + i), table_of(i), w.uses[i] + 1);
     w.place_of[i] = place;
   }
-  __device__ void Nothing(int64_t place) const { out.Write(place, kPaddingKey, 0, 0); }
+  __device__ void Nothing(int64_t place) const { Write(place, kPaddingKey, 0, 0); }
+  __device__ void Write(int64_t place, uint64_t key, uint32_t table, uint32_t num_uses) const {
+    reinterpret_cast<uint4*>(lines)[place] =
+        make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), table, num_uses);
+  }
 };
 
 // One thread, one position: the place of its key, and the slot of its request.
-__global__ void __launch_bounds__(kBlock)
-    ResolveKernel(DistinctWorkspace w, RequestsView requests, int32_t* inverse, int32_t* num_distinct) {
+__global__ void __launch_bounds__(kBlock) ResolveKernel(DistinctWorkspace w, RequestsView requests) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x, num_keys = w.dealing.num_items;
-  if (i == 0 && num_distinct != nullptr) *num_distinct = w.dealing.starts[w.dealing.num_owners];
   if (i >= num_keys) return;
   const uint32_t first = w.slot_of[i];
   const bool is_padding = first == kNoPosition;
   const auto place = static_cast<int32_t>(is_padding ? num_keys : w.place_of[first]);
-  inverse[i] = place;
+  requests.inverse[i] = place;
   if (requests.slots == nullptr) return;
   requests.slots[i] = is_padding ? -1 : requests.SlotOf(static_cast<int32_t>(w.dealing.num_owners), place);
 }
 
-/// Makes the keys of a batch distinct, by owner if `w.dealing` has several; writes the digest and the slots of
-/// `requests` where it has them.
+/// Makes the keys of a batch distinct, by owner if `w.dealing` has several; writes to `out` the digest, the requests,
+/// the inverse, and the slots where it has them.
 LaunchError MakeDistinct(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
-                         const DistinctWorkspace& w, const DistinctOutput& out, const RequestsView& requests,
-                         int32_t* inverse, int32_t* num_distinct) {
+                         const DistinctWorkspace& w, const RequestsView& out) {
   const unsigned blocks = BlocksFor(std::max<int64_t>(1, batch.num_keys));
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
-  PrepareDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, requests.digest);
+  PrepareDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, out.digest);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, table_of, salt, requests.digest);
+  ClaimDistinctKernel<<<blocks, kBlock, 0, stream>>>(w, batch, table_of, salt, out.digest);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   const FirstsSource source{w, batch.keys, table_of, owners};
-  JAXSOK_RETURN_IF_LAUNCH(Deal(stream, w.dealing, source, FirstsPut{w, batch.keys, table_of, out}));
-  ResolveKernel<<<blocks, kBlock, 0, stream>>>(w, requests, inverse, num_distinct);
+  JAXSOK_RETURN_IF_LAUNCH(Deal(stream, w.dealing, source, FirstsPut{w, batch.keys, table_of, out.requests}));
+  ResolveKernel<<<blocks, kBlock, 0, stream>>>(w, out);
   return LastLaunchError();
 }
 
@@ -432,12 +414,6 @@ __global__ void __launch_bounds__(kBlock) BagOffsetsKernel(UsesView out, UsesWor
 
 }  // namespace
 
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
-  const DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
-  return MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{nullptr, plan}, RequestsView{}, plan.inverse,
-                      plan.num_unique);
-}
-
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
@@ -445,16 +421,16 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
     DistinctWorkspace w = DistinctWorkspace::Cut(workspace, batch.num_keys);
     w.dealing.num_owners = static_cast<uint32_t>(owners.num_shards);
     w.dealing.starts = out.starts;
-    return MakeDistinct(stream, batch, salt, owners, w, DistinctOutput{out.requests, {}}, out, out.inverse, nullptr);
+    return MakeDistinct(stream, batch, salt, owners, w, out);
   }
   WorkspaceCutter cutter(workspace);
-  Request* lines = cutter.Take<Request>(batch.num_keys);
   RequestsView by_number{};
+  by_number.requests = cutter.Take<Request>(batch.num_keys);
+  by_number.inverse = out.inverse;
   by_number.digest = out.digest;
   const DistinctWorkspace w = DistinctWorkspace::Cut(cutter.Rest(), batch.num_keys);
-  JAXSOK_RETURN_IF_LAUNCH(
-      MakeDistinct(stream, batch, salt, OwnersView{}, w, DistinctOutput{lines, {}}, by_number, out.inverse, nullptr));
-  return OrderByHash(stream, owners, out, lines, batch.num_keys, cutter.Rest());
+  JAXSOK_RETURN_IF_LAUNCH(MakeDistinct(stream, batch, salt, OwnersView{}, w, by_number));
+  return OrderByHash(stream, owners, out, by_number.requests, batch.num_keys, cutter.Rest());
 }
 
 LaunchError LaunchPlanUses(Stream stream, const BatchView& batch, const OwnersView& owners, const UsesView& out,

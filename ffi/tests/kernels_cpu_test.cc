@@ -814,48 +814,6 @@ class Machine {
   std::vector<Memory> workspace_;
 };
 
-void TestPlan(uint64_t seed, int num_threads) {
-  Random random(seed);
-  ThreadExecutor executor(num_threads);
-  const Batch batch = RandomBatch(random, 3, 1 + random.Below(4000), random.Below(3) == 0 ? 20000 : 300);
-  const size_t n = batch.keys.size();
-  std::vector<uint64_t> unique(n, 1), wanted_unique;
-  std::vector<uint32_t> unique_tables(n, 1), wanted_tables;
-  std::vector<int32_t> inverse(n, 1), multiplicity(n, 1), wanted_inverse(n, static_cast<int32_t>(n)),
-      wanted_multiplicity;
-  int32_t num_unique = -1;
-  Memory workspace(PlanWorkspaceBytes(n));
-  JAXSOK_CHECK_SEED(LaunchPlan(&executor, batch.View(), Mix64(seed),
-                               {unique.data(), unique_tables.data(), inverse.data(), multiplicity.data(), &num_unique},
-                               workspace.get()) == nullptr,
-                    seed);
-  std::map<Pair, int32_t> seen;
-  for (int f = 0; f < batch.num_features(); ++f) {
-    const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
-    for (const auto& bag : batch.bags[f]) {
-      for (int64_t i = bag.first; i < bag.second; ++i) {
-        if (batch.keys[i] == kPaddingKey) continue;
-        const auto [entry, is_new] = seen.insert({{table, batch.keys[i]}, static_cast<int32_t>(seen.size())});
-        if (is_new) {
-          wanted_unique.push_back(batch.keys[i]);
-          wanted_tables.push_back(table);
-          wanted_multiplicity.push_back(0);
-        }
-        wanted_inverse[i] = entry->second;
-        ++wanted_multiplicity[entry->second];
-      }
-    }
-  }
-  JAXSOK_CHECK_SEED(num_unique == static_cast<int32_t>(seen.size()), seed);
-  wanted_unique.resize(n, kPaddingKey);
-  wanted_tables.resize(n, 0);
-  wanted_multiplicity.resize(n, 0);
-  JAXSOK_CHECK_SEED(IsSame(unique, wanted_unique), seed);
-  JAXSOK_CHECK_SEED(IsSame(unique_tables, wanted_tables), seed);
-  JAXSOK_CHECK_SEED(IsSame(inverse, wanted_inverse), seed);
-  JAXSOK_CHECK_SEED(IsSame(multiplicity, wanted_multiplicity), seed);
-}
-
 /// Combines rows of known ids: more bags and other dims than the machine's, and sums of negative zeros.
 void TestLookupPlanned(uint64_t seed, int num_threads) {
   Random random(seed);
@@ -1337,7 +1295,6 @@ int main(int argc, char** argv) {
   for (uint64_t seed = 1; seed <= num_seeds; ++seed) {
     for (const int num_threads : {1, 2, 5}) {
       jaxsok::Machine(seed, num_threads).Run(6);
-      jaxsok::TestPlan(seed, num_threads);
       jaxsok::TestLookupPlanned(seed, num_threads);
       jaxsok::TestTranspose(seed, num_threads);
       jaxsok::TestRequests(seed, num_threads);

@@ -15,7 +15,7 @@ import jaxsok
 
 _HANDLERS = (
     "table_find table_find_or_insert table_gather table_scatter table_touch table_rebuild table_forget table_wait "
-    "evict_select evict_release plan plan_requests plan_uses combine_transpose lookup lookup_find "
+    "evict_select evict_release plan_requests plan_uses combine_transpose lookup lookup_find "
     "lookup_planned lookup_frozen tickets_digest tickets_issue tickets_redeem update tier_bring tier_write tier_read "
     "tier_bring_ahead tier_write_ahead tier_read_ahead tier_wait tier_peek window_exchange window_lines window_meet "
     "window_sum lookup_window update_window lookup_bags_window update_bags_window"
@@ -105,7 +105,6 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokSelectWorkspaceBytes": (),
         "JaxsokReleaseWorkspaceBytes": (ctypes.c_int64,),
-        "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanUsesWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),

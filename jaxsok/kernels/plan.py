@@ -1,4 +1,4 @@
-"""Doors of the plan noun: the distinct keys of a batch, by first position or by owner."""
+"""Doors of the plan noun: the distinct keys of a batch, or the uses of its bags, by owner."""
 
 from typing import NamedTuple
 
@@ -7,31 +7,13 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels.call import call, result, workspace
 from jaxsok.kernels.lookup import Batch, batch_operands
-from jaxsok.types import REQUEST_WORDS, Digest, Inverse, Keys, PartitionOwners, TableIds
+from jaxsok.types import REQUEST_WORDS, Digest, Inverse, PartitionOwners
 
 LEFT_OUT = 1 << 31
 """A bit in the table of a use: the divisor of its bag is zero (`kLeftOut` in ffi/kernels/plan.h)."""
 
 ZERO_DIVISOR = 1 << 31
 """The bits of the scale of a bag whose divisor is zero, -0, which no other bag has."""
-
-
-def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[Array, " num_keys"], Int32[Array, ""]]:
-    """Makes (table, key) pairs distinct, by first position. See `LaunchPlan` in ffi/kernels/plan.h.
-
-    Returns unique, unique_tables, inverse, multiplicity, num_unique.
-    """
-    keys, n = batch[0], batch[0].shape[0]
-    results = {
-        "unique": result(keys, (n, 2), "uint32"),
-        "unique_tables": result(keys, (n,), "uint32"),
-        "inverse": result(keys, (n,), "int32"),
-        "multiplicity": result(keys, (n,), "int32"),
-        "num_unique": result(keys, (), "int32"),
-        "workspace": workspace(keys, "JaxsokPlanWorkspaceBytes", n),
-    }
-    *out, _ = call("jaxsok_plan", batch_operands(batch), results, num_tiles=num_tiles).values()
-    return tuple(out)
 
 
 class OrderedRequests(NamedTuple):

@@ -320,14 +320,11 @@ def measure_compiled(name, capacity):
     if name == "update":
         embeddings, _, plan = jax.eval_shape(collection.lookup, state, features)
         function, donated, arguments = collection.update, 0, (state, plan, embeddings)
-    elif name == "plan":
-        function, donated, arguments = collection.plan, (), (features,)
     elif name == "find":
         function, donated, arguments = collection.find, (), (state, features)
     else:
         function = collection.lookup if name == "lookup" else programs.train_step(collection)
-        asked = jax.eval_shape(collection.plan, features) if name == "planned step" else features
-        donated, arguments = 0, (state, asked)
+        donated, arguments = 0, (state, features)
     lowered = jax.jit(function, donate_argnums=donated, compiler_options=programs.quickly()).lower(*arguments)
     return lowered.compile().memory_analysis()
 
@@ -336,7 +333,7 @@ def sum_bytes(estimate, *names):
     return sum(store.step[name] for store in estimate.stores for name in names)
 
 
-@pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
+@pytest.mark.parametrize("name", ["lookup", "find", "update", "step"])
 def test_programs_take_what_the_estimate_says(name):
     """XLA's memory besides arguments and results is the workspace; in a step also the values between calls."""
     collection = declare()
@@ -360,27 +357,24 @@ def test_programs_take_what_the_estimate_says(name):
     least, most = {
         "lookup": (0, inserting),  # XLA may reuse a result that is written later
         "find": (0, 0),
-        # XLA may overlap the calls of both stores.
-        "plan": (sizes.JaxsokPlanWorkspaceBytes(num_keys[0]), sum(map(sizes.JaxsokPlanWorkspaceBytes, num_keys))),
         "update": (workspace, workspace),
         # A gradient may replace its embedding; not all row ids live at once.
         "step": (
             workspace + sum_bytes(estimate, "embeddings"),
             workspace + sum_bytes(estimate, "plan", "embeddings", "gradients"),
         ),
-    }[name.removeprefix("planned ")]
+    }[name]
     # XLA's GPU compiler reuses a few KiB of buffers that are written later.
     lent = 0 if jax.default_backend() == "cpu" else least // 16
     assert least - ALIGNMENT_BYTES - lent <= memory.temp_size_in_bytes <= most + ALIGNMENT_BYTES
     assert memory.temp_size_in_bytes <= estimate.step_bytes
-    if "step" in name:  # the peak: state, batch, and the values between calls
-        more = 20 * sum(num_keys) if name.startswith("planned") else 0  # distinct keys, found ahead
+    if name == "step":  # the peak: state, batch, and the values between calls
         peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        assert peak <= estimate.total + more + ALIGNMENT_BYTES
+        assert peak <= estimate.total + ALIGNMENT_BYTES
 
 
-@pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
+@pytest.mark.parametrize("name", ["lookup", "find", "update", "step"])
 def test_no_temporary_grows_with_the_tables(name):
     small, large = (measure_compiled(name, capacity) for capacity in (1 << 12, 1 << 17))
     assert large.temp_size_in_bytes - small.temp_size_in_bytes <= ALIGNMENT_BYTES

@@ -84,7 +84,7 @@ def test_on_one_shard_plans_are_left_to_the_lookup(num_shards):
     pipeline = collection(num_shards).pipeline([even(0), even(1)])
     plans = [plan for _, plan in pipeline]
     assert len(plans) == 2
-    assert all(plan.distinct is None and plan.asked is None and not plan.is_looked_up for plan in plans)
+    assert all(plan.asked is None and not plan.is_looked_up for plan in plans)
     assert pipeline.num_replanned == 0 and pipeline.send_capacities == [[], [], []]
 
 

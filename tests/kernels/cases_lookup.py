@@ -41,12 +41,11 @@ from kernel_scripts import (
     table_store,
 )
 
-# Batches: plan, lookup, lookup_find, lookup_planned, update ---------------------------------------------------
+# Batches: lookup, lookup_find, lookup_planned, update ---------------------------------------------------------
 
 
 def all_batch_ops(script: Script, batch: Batch, **update) -> Script:
     """Runs all targets that take a batch; the store has some of its keys."""
-    script.plan(batch)
     script.lookup_find(batch)
     row_ids = script.lookup(batch)
     script.lookup_find(batch)
@@ -74,7 +73,6 @@ def batch_large() -> Script:
     script.fill(np.arange(1000))
     keys = (2.0 ** script.rng.uniform(0, 14, 300_000)).astype(np.uint64)  # key 1 has about 20,000 uses
     batch = Batch(single(keys[:200_000], 0), make_fixed(keys[200_000:], 0, MEAN, 10))
-    script.plan(batch)
     script.update(batch, script.lookup(batch))
     return script
 
@@ -327,13 +325,13 @@ def bags_unknown_zeros() -> Script:
     return script
 
 
-BATCH_OPS = ("plan", "lookup_find", "lookup", "lookup_planned", "update")
+BATCH_OPS = ("plan_requests", "lookup_find", "lookup", "lookup_planned", "update")
 
 
 def one_batch_op(script: Script, op: str, batch: Batch) -> Script:
     """Runs only one target, so that a case tests it alone."""
     row_ids = np.where(batch.is_asked, script.store.find(batch.keys, batch.tables), np.uint32(NO_ROW))
-    more = {"lookup_planned": (row_ids,), "update": (row_ids,)}.get(op, ())
+    more = {"plan_requests": (1,), "lookup_planned": (row_ids,), "update": (row_ids,)}.get(op, ())
     getattr(script, op)(batch, *more)
     return script
 

@@ -326,15 +326,6 @@ def small_uses(num_keys: int) -> Script:
 
 
 @cases(0, 300)
-def small_plan(num_keys: int) -> Script:
-    """Uses distinct keys over two blocks and two tables."""
-    script = Script(num_tables=2)
-    keys = script.mix_keys(num_keys, range(5))
-    script.plan(Batch(single(keys, 0), make_ragged(keys, 1, SUM, [0, num_keys // 2, num_keys])))
-    return script
-
-
-@cases(0, 300)
 def small_requests(num_keys: int) -> Script:
     """Uses several shards, and one; a table is on one of them."""
     script = Script(num_tables=3)

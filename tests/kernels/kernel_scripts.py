@@ -34,7 +34,6 @@ from kernel_model import (
     make_ragged,
     nearest,
     place_lines,
-    plan,
     plan_requests,
     plan_uses,
     single,
@@ -235,10 +234,6 @@ class Script:
         self.store.rebuild(num_buckets, salt)
         inputs = {"salt": self.store.counters[[SALT_LOW, SALT_HIGH]]}
         self._add("rebuild", inputs, {"num_buckets": num_buckets}, {})
-
-    def plan(self, batch: Batch) -> None:
-        self._begin()
-        self._add("plan", batch.operands(), _features(batch), plan(batch))
 
     def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
         """Plans in both orders, with room for all or half.

@@ -164,14 +164,11 @@ def single_cases(abstract):
         for name, (function, arguments) in compiled_cases.cases(collection).items()
         if name in ("train step", "two lookups", "scan", "find and step", "erase")
     }
-    asked = plan_shapes(features, abstract, collection)
     return (
         cases
         | {
             "bare step": (bare_step(collection), (state, features)),
-            "planned step": (programs.train_step(collection), (state, asked)),
             "find": (collection.find, (state, features)),
-            "plan": (collection.plan, (features,)),
             "combine_transpose": (transpose_keys, (abstract(jnp.zeros((9, 4))), abstract(np.zeros(9, np.int32)))),
             "rebuild": (
                 lambda counters, records: table_door.rebuild(counters, records, 1 << 13),
@@ -355,7 +352,7 @@ def sharded_cases(mesh, abstract):
     }
 
 
-SINGLE = ("train step", "bare step", "two lookups", "scan", "find and step", "planned step", "plan")
+SINGLE = ("train step", "bare step", "two lookups", "scan", "find and step")
 SMALL = (
     "find",
     "erase",

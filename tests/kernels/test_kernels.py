@@ -107,11 +107,6 @@ def _evict_release(s, x, initial):
     return outputs, dataclasses.replace(after, statistics=(), table_evicted=())
 
 
-def _plan(s, x, features, num_tiles):
-    names = ("unique", "unique_tables", "inverse", "multiplicity", "num_unique")
-    return dict(zip(names, plan.plan(_batch(x, features), num_tiles), strict=True)), s
-
-
 def _plan_requests(s, x, tables, features, **attributes):
     names = ("requests", "inverse", "starts", "hashes", "slots", "digest")
     tables = np.array(tables, np.uint32)
@@ -230,7 +225,6 @@ OPS = {
     "jaxsok_table_wait": _wait,
     "jaxsok_evict_select": _evict_select,
     "jaxsok_evict_release": _evict_release,
-    "jaxsok_plan": _plan,
     "jaxsok_plan_requests": _plan_requests,
     "jaxsok_plan_uses": _plan_uses,
     "jaxsok_combine_transpose": _combine_transpose,

@@ -691,7 +691,7 @@ def test_bytes_of_workspaces():
     rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["What a step needs besides"])
     sizes = {
         "lookup": library.load_cpu().JaxsokInsertWorkspaceBytes,
-        "plan": library.load_cpu().JaxsokPlanWorkspaceBytes,
+        "plan": library.load_cpu().JaxsokPlanRequestsWorkspaceBytes,
         "update": lambda num_keys: library.load_cpu().JaxsokUpdateWorkspaceBytes(num_keys, 64),
     }
     assert [name for name, *_ in rows] == [f"`{name}`" for name in sizes]
