@@ -8,7 +8,6 @@ evictions, whose late form record 0030 describes. On a mesh the fullest shard de
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +28,6 @@ LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused 
 FIRST_CALLS = 32  # calls like the first one for which a store without rows gets room: its steps are not compiled yet
 FIRST_SHARE = 16  # one in this many free bytes may go into that, all stores together
 WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need not wait for the last steps' counters
-COPIES = 3  # steps in a row that copy the state before a warning: one copy may have come from elsewhere
-WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
-PLACES = 100  # calls that look: then it is known how the step goes
 SLACK_SHARE = 16  # one in this many rows leaves in addition to the coming keys' need: evicting streams the whole store
 LATE_BATCHES = 2  # after which counters are used that a late decision asked for: they have arrived by then
 LATE_SHARE = 8  # one in this many rows may stay free for the positions of these batches, else keys are counted
@@ -63,7 +59,6 @@ def grow(
         tracker.forget()
         tracker.signature = signature
     tracker.begin(coming, steps)
-    _warn_of_copies(tracker, state)
     if untaken is not None:
         tracker.most = [max(pair) for pair in zip(tracker.most, untaken.positions, strict=True)]
     late = [s for s, spec in enumerate(specs) if _decides_late(spec, tracker.most[s])]
@@ -462,32 +457,6 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: S
             f"tables {names_of(specs[s])} has a capacity of {capacity} rows); they learned nothing. "
             f"Remedy: {remedy}.",
             stacklevel=8,  # the caller of Collection.grow, behind its annotation
-        )
-
-
-def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
-    """Warns, once, that steps copy the state, so that its address changes; waits for nothing."""
-    if tracker.num_places >= PLACES or tracker.num_copied >= COPIES:
-        return
-    slab = max((slab for store in state.stores for slab in store.rows), key=lambda slab: slab.nbytes)
-    if slab.nbytes < WORTH_BYTES or not slab.is_ready():
-        tracker.place = None
-        return
-    last, tracker.num_places = tracker.place, tracker.num_places + 1
-    tracker.place = weakref.ref(slab), slab.addressable_shards[0].data.unsafe_buffer_pointer()
-    if last is None or last[0]() is slab:
-        return
-    # Where the old state lives on, two of them take turns, or the caller means to keep it.
-    old = last[0]()
-    is_kept = old is not None and not old.is_deleted()
-    tracker.num_copied = tracker.num_copied + 1 if tracker.place[1] != last[1] and not is_kept else 0
-    if tracker.num_copied == COPIES:
-        tracker.warn_once(
-            "copies",
-            f"grow: state: got a new copy of it after each of the last {COPIES} steps (its largest array has "
-            f"{slab.nbytes} bytes), wanted one that is changed in place; donate the state to the step: "
-            "jax.jit(step, donate_argnums=0).",
-            stacklevel=6,  # the caller of Collection.grow, behind its annotation
         )
 
 

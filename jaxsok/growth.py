@@ -80,12 +80,6 @@ class GrowthTracker:
     """Waits of the host for the device."""
     num_grown: int = 0
     """Stores that grew; after each growth the step is compiled again."""
-    place: tuple[weakref.ref, int] | None = None
-    """The largest array of the state last seen, and its address."""
-    num_places: int = 0
-    """Checks of the address."""
-    num_copied: int = 0
-    """Checks in succession after which the state had moved and its former array was gone."""
     num_evictions: int = 0
     """Stores that lost rows to make room."""
     following: list[tuple[weakref.ref, tuple[Features, ...]]] = dataclasses.field(default_factory=list)
