@@ -447,8 +447,8 @@ class Collection:
         A row counts once, with the sum of its gradients over all uses, plans and shards, scaled as its table's
         `row_gradient` says: with "sum" this is the norm of the gradient that a dense table would have. Rows that the
         update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. The optimizer's own
-        limits are not applied. Numbers of any size are squared without overflow, and two runs give the same bits.
-        Arguments and errors are those of `update`.
+        limits are not applied. Squares are added in float32, as in `optax.tree.norm`: gradients of 2e19 and more have
+        an infinite norm. Two runs give the same bits. Arguments and errors are those of `update`.
 
         Cost:
           About that of an update: sorts the uses by row, reads each bag gradient, writes and reads a float32 row

@@ -6,7 +6,7 @@ changes. `Collection.clip_by_global_norm` scales the gradients.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,47 +22,19 @@ from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import NO_ROW, NUM_PARTITIONS
 
-Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
-"""The largest number so far, and the sum of all squares divided by its square: no square overflows or vanishes."""
+Squares: TypeAlias = Float32[Array, ""]
+"""A sum of squares."""
 
 
 def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
-    """Adds the squares of more numbers; a number that is not finite makes the result so."""
-    if numbers.size == 0:
-        return squares
-    numbers = numbers.astype(jnp.float32)
-    largest = jnp.maximum(squares[0], jnp.abs(numbers).max())
-    shrink = _shrink(largest)
-    return largest, _rescale(squares, largest) + jnp.square(numbers * shrink / _divisor(largest * shrink)).sum()
-
-
-def norm_of(squares: Squares) -> Float32[Array, ""]:
-    """Returns the root of the sum of squares: infinite if a number was infinite, NaN if one was NaN."""
-    largest, total = squares
-    return jnp.where(jnp.isinf(largest), largest, largest * jnp.sqrt(total))
-
-
-def _rescale(squares: Squares, largest: Float32[Array, ""]) -> Float32[Array, ""]:
-    """Returns the sum of squares relative to another largest number, not below its own."""
-    return squares[1] * jnp.square(squares[0] / _divisor(largest))
-
-
-def _shrink(size: Float32[Array, ""]) -> Float32[Array, ""]:
-    """Returns a power of two for numbers of this size; XLA divides by multiplying with 1 / size, perhaps subnormal."""
-    return jnp.where(size > jnp.float32(2.0**100), jnp.float32(2.0**-64), jnp.float32(1))
-
-
-def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
-    # Back ends may take subnormal numbers for 0.
-    return jnp.where(largest < jnp.finfo(jnp.float32).tiny, jnp.float32(1), largest)
+    """Adds the squares of more numbers to their sum; a number that is not finite makes the result so."""
+    return squares + jnp.square(numbers.astype(jnp.float32)).sum()
 
 
 def sum_over_shards(shards: Shards, squares: Squares) -> Squares:
     """Adds the squares of all shards, in their order."""
-    largest = shards.max(squares[0])
     # Each part has its own place, where adding is exact, so the collective cannot change the order of the sum.
-    parts = jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(_rescale(squares, largest))
-    return largest, shards.sum(parts).sum()
+    return shards.sum(jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(squares)).sum()
 
 
 def sum_by_row(
@@ -130,23 +102,21 @@ def add_exchanged(
 
 
 def tree_norm(tree: Any) -> Float32[Array, ""]:
-    """Returns the norm of all numbers of a tree, as `optax.global_norm`; complex numbers by their absolute value."""
-    squares = jnp.float32(0), jnp.float32(0)
+    """Returns the norm of all numbers of a tree, as `optax.tree.norm`; complex numbers by their absolute value."""
+    squares = jnp.float32(0)
     for leaf in jax.tree.leaves(tree):
         squares = with_squares(squares, jnp.abs(jnp.asarray(leaf)))
-    return norm_of(squares)
+    return jnp.sqrt(squares)
 
 
 def clip(tree: Any, norm: Float32[Array, ""], max_norm: Any) -> Any:
     """Scales the numbers of a tree, in their own dtype, from a norm above `max_norm` to it; all are NaN for a NaN."""
-    max_norm, shrink = jnp.asarray(max_norm, jnp.float32), _shrink(norm)
-    is_below = norm < max_norm
-    first = jnp.where(is_below, jnp.float32(1), shrink)
-    second = jnp.where(is_below, jnp.float32(1), max_norm / (norm * shrink))
+    max_norm = jnp.asarray(max_norm, jnp.float32)
+    scale = jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
 
     def times(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)
         wide = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype  # 16 bits are rounded once
-        return (leaf.astype(wide) * first.astype(wide) * second.astype(wide)).astype(leaf.dtype)
+        return (leaf.astype(wide) * scale.astype(wide)).astype(leaf.dtype)
 
     return jax.tree.map(times, tree)

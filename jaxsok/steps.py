@@ -190,7 +190,7 @@ class Steps:
     def gradient_norm(self, state: State, plans: Sequence[Plan], gradients: Sequence[Gradients]) -> Float32[Array, ""]:
         """Returns the norm of all row gradients that `update` would step by."""
         _, is_live, _ = tickets.redeem(state, plans)
-        squares = jnp.float32(0), jnp.float32(0)
+        squares = jnp.float32(0)
         for s, spec in enumerate(self.stores):
             used = _select_used(s, plans, gradients, is_live)
             if used is not None:

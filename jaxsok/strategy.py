@@ -55,7 +55,7 @@ class Fused:
     def norm(self, squares: Squares) -> Float32[Array, ""]:
         """Returns the norm over all shards."""
         # On a mesh of one device the sum marks the norm as the same everywhere.
-        return norms.norm_of(norms.sum_over_shards(self.shards, squares) if self.shards.is_mesh else squares)
+        return jnp.sqrt(norms.sum_over_shards(self.shards, squares) if self.shards.is_mesh else squares)
 
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
         """Returns the sum of the words of all shards, which is the same everywhere, as `same` is."""
@@ -140,7 +140,7 @@ class Exchanged:
         return norms.add_exchanged(self.exchange, spec, state.stores[s], s, used, squares)
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
-        return norms.norm_of(norms.sum_over_shards(self.shards, squares))
+        return jnp.sqrt(norms.sum_over_shards(self.shards, squares))
 
     def sum(self, words: Int32[Array, " _"], same: Array) -> Int32[Array, " _"]:
         if self.exchange.windows is None:
