@@ -118,8 +118,8 @@ class Collection:
         exchange: ExchangeSpec | None = None,
     ):
         self.shards: Shards = Shards.of(mesh, axis)
-        declaration.check_specs(tables, features, exchange, self.shards)
         num_shards = self.shards.num_shards
+        specs_lib.check_declarations("Collection", tables, features, num_shards, exchange)
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)

@@ -1,23 +1,9 @@
-"""Checks of what a collection is declared with."""
+"""Checks of the stores that a collection declares; specs.py checks what they are made of."""
 
 from collections.abc import Sequence
 
-from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, check_declarations
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec
 from jaxsok.types import MAX_CAPACITY, MAX_FEATURES, MAX_SLOTS
-
-
-def check_specs(
-    tables: Sequence[TableSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec | None, shards: Shards
-) -> None:
-    """Refuses what no collection can be made of, and tables on unknown devices."""
-    check_declarations("Collection", tables, features, exchange=exchange)
-    for table in tables if shards.is_mesh else ():
-        if table.placement.kind == "on" and table.placement.shard >= shards.num_shards:
-            raise ValueError(
-                f'Collection: table "{table.name}": placement: got {table.placement}, wanted a device from 0 to '
-                f"{shards.num_shards - 1} along the axis ({shards})."
-            )
 
 
 def check_stores(

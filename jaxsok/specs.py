@@ -602,12 +602,11 @@ def check_declarations(
     op: str,
     tables: Sequence[TableSpec],
     features: Sequence[FeatureSpec],
-    num_shards: int | None = None,
+    num_shards: int,
     exchange: ExchangeSpec | None = None,
 ) -> None:
-    """Refuses what no collection can be made of; without `num_shards` placements are left to the caller."""
-    if num_shards is not None:
-        checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
+    """Refuses what no collection can be made of."""
+    checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
         if not isinstance(specs, Iterable):
             raise TypeError(f"{op}: {kind}: got {type(specs).__name__}, wanted a sequence of {wanted.__name__}s.")
@@ -631,7 +630,7 @@ def check_declarations(
             )
     if exchange is not None and not isinstance(exchange, ExchangeSpec):
         raise TypeError(f"{op}: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
-    for table in tables if num_shards is not None else ():
+    for table in tables:
         require_shard(op, table.name, table.placement, num_shards)
 
 

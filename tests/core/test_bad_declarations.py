@@ -250,7 +250,7 @@ def test_device_of_on(kind, device):
 def test_a_device_outside_the_axis():
     """on(2) is refused for two shards; on one device all placements are equal and none is refused."""
     tables = [jaxsok.TableSpec("user", DIM, SGD, capacity=16, placement=jaxsok.on(2))]
-    with raises(ValueError, "Collection", "user", "placement", "on(2)", "0 to 1", "data=2"):
+    with raises(ValueError, "Collection", "user", "placement", "on(2)", "0 to 1"):
         over_two(tables=tables)
     jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
 
