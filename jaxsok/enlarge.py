@@ -25,6 +25,9 @@ from jaxsok.types import COUNTERS, MAX_CAPACITY
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
 
+Room = tuple[int | None, HostLimit | None]
+"""What `agree_on_room` returns."""
+
 
 def next_capacity(
     spec: StoreSpec, capacity: int, needed: int, free: int | None, host_share: HostLimit | None = None
@@ -119,7 +122,7 @@ def names_of(spec: StoreSpec) -> str:
     return ", ".join(f'"{table.name}"' for table in spec.tables)
 
 
-def agree_on_room(specs: Sequence[StoreSpec], shards: Shards) -> tuple[int | None, HostLimit | None]:
+def agree_on_room(specs: Sequence[StoreSpec], shards: Shards) -> Room:
     """Returns the memory that stores can grow into: free bytes for a shard, and a device's share of host memory.
 
     They are the same in all processes. None: unknown, or there is no such store, or none that has rows there.
@@ -209,20 +212,28 @@ def _describe_host_shortage(asked: Sequence[tuple[StoreSpec, int]], host_share: 
     )
 
 
+def require_growth(
+    op: str, specs: Sequence[StoreSpec], state: State, capacities: Mapping[int, int], room: Room
+) -> None:
+    """Raises MemoryError if shards cannot grow to `capacities`, by store, for want of slabs, row ids or memory."""
+    for s, rows in capacities.items():
+        capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
+        if not capacity < rows <= MAX_CAPACITY or num_slabs >= specs[s].max_slabs:
+            raise MemoryError(
+                f"{op}: store of tables {names_of(specs[s])}: got {capacity} rows of a shard in {num_slabs} slabs, "
+                f"wanted more, beyond {MAX_CAPACITY} rows or {specs[s].max_slabs} slabs; use more shards, or start "
+                "with a larger capacity."
+            )
+    require_memory(rows_to_add(specs, state, capacities), op, *room)
+
+
 def grow_to(
     op: str, specs: Sequence[StoreSpec], state: State, capacities: dict[int, int], shards: Shards = ONE_DEVICE
 ) -> State:
     """Enlarges shards of some stores at once to `capacities` rows by store; consumes the state if it succeeds."""
     if not capacities:
         return state
-    for s, rows in capacities.items():
-        if rows > MAX_CAPACITY or len(state.stores[s].rows) >= specs[s].max_slabs:
-            raise MemoryError(
-                f"{op}: store of tables {names_of(specs[s])}: got {rows} rows for a shard, wanted at most "
-                f"{MAX_CAPACITY} in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
-            )
-    room = agree_on_room([specs[s] for s in capacities], shards)
-    require_memory(rows_to_add(specs, state, capacities), op, *room)
+    require_growth(op, specs, state, capacities, agree_on_room([specs[s] for s in capacities], shards))
     return prepare_growth(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 

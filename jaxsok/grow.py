@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Int32
 from jaxsok import admission, coming as coming_lib, evict as evict_lib, policies, processes
 from jaxsok.checks import not_none
 from jaxsok.coming import Coming
-from jaxsok.enlarge import agree_on_room, fits, names_of, next_capacity, prepare_growth, require_memory, rows_to_add
+from jaxsok.enlarge import agree_on_room, fits, names_of, next_capacity, prepare_growth, require_growth
 from jaxsok.growth import GrowthTracker, Look, Seen, Summary, is_at_rest, read_counters, request_counters
 from jaxsok.interrupts import Held
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, capacities_of
-from jaxsok.types import ENTRIES_PER_BUCKET, MAX_CAPACITY
+from jaxsok.types import ENTRIES_PER_BUCKET
 
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused keys and full indexes show there
 FIRST_CALLS = 32  # calls like the first one for which a store without rows gets room: its steps are not compiled yet
@@ -208,11 +208,13 @@ class _Growth:
         needs = _count(tracker, state, coming, [s for s in stores if bounds.is_short(s) or s in fresh])
         first = {s: FIRST_CALLS * (needs[s].num_new - coming.uncounted[s]) for s in fresh}
         wanted = _rows_to_grow_to(tracker, bounds.capacities, coming.positions, needs, first)
-        larger = _new_capacities(tracker, state, wanted)
+        room = agree_on_room([specs[s] for s in wanted], tracker.shards)
+        larger = {s: next_capacity(specs[s], bounds.capacities[s], rows, *room) for s, rows in wanted.items()}
+        require_growth("grow", specs, state, larger, room)
         crowded = [s for s in stores if bounds.is_crowded(s)]
-        room = {s: WAITING_RESERVES * coming.positions[s] for s in crowded}
+        waiting = {s: WAITING_RESERVES * coming.positions[s] for s in crowded}
         is_resalted = [num > 0 for num in seen.num_unplaced]
-        enlarge = prepare_growth(specs, state, larger, is_resalted, room, tracker.shards)
+        enlarge = prepare_growth(specs, state, larger, is_resalted, waiting, tracker.shards)
         counted = (s for s in needs if specs[s].tables[0].eviction is not None and s not in bounds.late)
         return cls(enlarge, len(larger), crowded, {s: needs[s] for s in counted if needs[s].is_beyond(specs[s])})
 
@@ -458,19 +460,3 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: S
             f"Remedy: {remedy}.",
             stacklevel=8,  # the caller of Collection.grow, behind its annotation
         )
-
-
-def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
-    """Returns the capacities that short stores grow to; raises, before anything has changed, if they will not fit."""
-    capacities, specs = {}, tracker.specs
-    room = agree_on_room([specs[s] for s in needed], tracker.shards)
-    for s, rows in needed.items():
-        capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
-        capacities[s] = next_capacity(specs[s], capacity, rows, *room)
-        if capacities[s] <= capacity or num_slabs >= specs[s].max_slabs:
-            raise MemoryError(
-                f"grow: store of tables {names_of(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
-                f"rows, beyond {MAX_CAPACITY} rows or {specs[s].max_slabs} slabs; start with a larger capacity."
-            )
-    require_memory(rows_to_add(specs, state, capacities), "grow", *room)
-    return capacities

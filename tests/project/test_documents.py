@@ -174,7 +174,7 @@ def grow_beyond_all_limits(monkeypatch):
     monkeypatch.setattr(enlarge, "free_bytes", lambda: None)
     collection = item()
     collection.batch({"item": np.arange(8)})
-    for module in (specs_lib, grow):
+    for module in (specs_lib, enlarge):
         monkeypatch.setattr(module, "MAX_CAPACITY", 8)
     collection.grow(collection.init(), steps=2)
 
