@@ -102,11 +102,6 @@ class Windows:
         self.reserve(1)
         return kernels.sum_words(self.number, words, same)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the windows of a device take now."""
-        return kernels.window_bytes(self.platform, self.number)
-
 
 _TOPIC = "window"
 _together = functools.partial(processes.fail_together, _TOPIC)

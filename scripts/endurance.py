@@ -46,6 +46,7 @@ from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import checkpoint, enlarge, optim, policies, windows
+from jaxsok.kernels import library
 
 TABLES = ("user", "page", "item", "query", "country")
 NUM_RAWS = 32  # drawn batches; a step takes one of them, with its keys shifted
@@ -173,7 +174,9 @@ def make_step(collection):
 
 def bytes_in_use(collection, state):
     """Returns bytes of each device of this process: in use, peak, of its window, and of arrays other than the state."""
-    window = windows.windows_of(collection.shards, "auto")
+    window, of_window = windows.windows_of(collection.shards, "auto"), 0
+    if window is not None:
+        of_window = library.load_for(window.platform).JaxsokWindowBytes(window.number)
     found = []
     for device in collection.shards.mesh.devices.flat:
         if device.process_index == jax.process_index():
@@ -182,7 +185,7 @@ def bytes_in_use(collection, state):
             in_use = reported.get("bytes_in_use", sum(live.values()))
             most = reported.get("peak_bytes_in_use", in_use)
             rest = sum(live.values()) - sum(of_state.values())
-            found.append([in_use, most, 0 if window is None else window.num_bytes, rest])
+            found.append([in_use, most, of_window, rest])
     return found
 
 

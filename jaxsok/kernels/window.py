@@ -59,11 +59,6 @@ class Growth:
         self._library.JaxsokWindowSettle(self._number, is_mapped)
 
 
-def window_bytes(platform: str, number: int) -> int:
-    """Returns the bytes that a device's windows take."""
-    return library.load_for(platform).JaxsokWindowBytes(number)
-
-
 def _check(what: str, error: bytes | None) -> None:
     if error is not None:
         raise RuntimeError(f"window: {what}: {error.decode()}; pass ExchangeSpec(wire='dense') to do without windows.")
