@@ -132,6 +132,3 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableWait, "table_wait", Wait);
 }  // namespace jaxsok
 
 JAXSOK_VISIBLE int64_t JaxsokInsertWorkspaceBytes(int64_t num_keys) { return jaxsok::InsertWorkspaceBytes(num_keys); }
-
-/// Returns the minor version of the FFI that this library was built with; an older jaxlib cannot run it.
-JAXSOK_VISIBLE int32_t JaxsokFfiApiMinor() { return XLA_FFI_API_MINOR; }

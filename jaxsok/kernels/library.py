@@ -7,7 +7,6 @@ FFI headers of one jaxlib and serve that version and later ones.
 import ctypes
 import functools
 import pathlib
-import re
 
 import jax
 
@@ -57,12 +56,6 @@ def _load(back_end: str) -> ctypes.CDLL:
         raise ImportError(
             f"jaxsok: the {back_end} library {path} does not load: {error}. {_REMEDY[back_end]}"
         ) from error
-    built, here = library.JaxsokFfiApiMinor(), _ffi_api_minor()
-    if built > here:
-        raise ImportError(
-            f"jaxsok: the {back_end} library {path} was built with XLA FFI 0.{built}, but jaxlib {jax.lib.__version__} "
-            f"has 0.{here}; older libraries run on newer jaxlibs, not the other way round. {_REMEDY[back_end]}"
-        )
     pointer = ctypes.POINTER(ctypes.c_int32)
     for name, result, *arguments in (
         ("JaxsokWindowOpen", ctypes.c_char_p, *[ctypes.c_int32] * 3, pointer, ctypes.c_int64),
@@ -85,16 +78,6 @@ def _load(back_end: str) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-@functools.cache
-def _ffi_api_minor() -> int:
-    """Reads the minor version of jaxlib's FFI from the header that it ships."""
-    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
-    found = re.search(r"#define\s+XLA_FFI_API_MINOR\s+(\d+)", header)
-    if found is None:
-        raise ImportError("jaxsok: cannot read XLA_FFI_API_MINOR from jaxlib's headers; reinstall jaxlib.")
-    return int(found[1])
 
 
 @functools.cache
