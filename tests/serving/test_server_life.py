@@ -263,12 +263,12 @@ def test_little_of_a_response_is_on_its_way(large, monkeypatch):
     """A connection never buffers more of a response than a client may take one timeout to read."""
     given, send_all, most = [0], server.App.send, 1 << 19
 
-    async def send_counted(app, response, request, send):
+    async def send_counted(app, response, send):
         async def count_sent(message):
             given[0] += len(message.get("body", b""))
             await send(message)
 
-        await send_all(app, response, request, count_sent)
+        await send_all(app, response, count_sent)
 
     monkeypatch.setattr(server.App, "send", send_counted)
     with cases.serving(cases.Session()) as found, deaf(found.address, large) as line:

@@ -16,13 +16,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxsok.serving.http.responses import CLOSE, Refusal, make_response
 from jaxsok.serving.http.security import OPEN, Security
-from jaxsok.serving.http.server import ABORT, DISCARD_S, App, discard
+from jaxsok.serving.http.server import DISCARD_S, App, discard, send_limit_s
 
 MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
 MAX_PIPELINED = 16  # requests of a connection that wait for the responses before theirs: all that came are parsed
 # Unsent bytes of a connection in the kernel. Its buffer would grow to megabytes, and it reports room when a third is
 # free; with less the server sees early what a client reads.
 _UNSENT_BYTES = 1 << 17
+_ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -65,7 +66,7 @@ class _Protocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(1 << 16)  # TLS would hold 512 KiB
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
-            scope.setdefault("extensions", {})[ABORT] = transport.abort
+            scope.setdefault("extensions", {})[_ABORT] = transport.abort
             self._running = receive.__self__
             await app(scope, receive, send)
 
@@ -224,16 +225,30 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
-        """Calls the application for clients that may ask; while it stops, each response closes its connection."""
+        """Calls the application for clients that may ask, and cuts off those that read their response too slowly.
+
+        While it stops, each response closes its connection.
+        """
+        loop, options = asyncio.get_running_loop(), self.app.options
+        until, is_cut_off = 0.0, False  # until when the client may read the response
 
         async def send_in_time(message: Any) -> None:
-            if message["type"] == "http.response.start" and self.app.is_stopping:
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            nonlocal until, is_cut_off
+            if is_cut_off:
+                return
+            if message["type"] == "http.response.start":
+                num_bytes = int(dict(message["headers"]).get(b"content-length", 0))
+                until = loop.time() + send_limit_s(num_bytes, options)
+                if self.app.is_stopping:
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             try:
-                async with asyncio.timeout(self.app.options.send_timeout_s):
+                async with asyncio.timeout_at(min(until, loop.time() + options.send_timeout_s)):
                     await send(message)
             except TimeoutError:
-                await self.app.cut_off(scope)  # this server lets it
+                is_cut_off = True
+                self.app.metrics.unread.inc()
+                scope["extensions"][_ABORT]()
+                await asyncio.sleep(0)  # lets the protocol run
 
         if scope["type"] != "http":
             return await self.app.asgi(scope, receive, send)
@@ -242,7 +257,7 @@ class Server(uvicorn.Server):
             return await self.app.asgi(scope, receive, send_in_time)
         request = Request(scope, receive)
         if "100-continue" not in request.headers.get("expect", "").lower():  # else the client has not sent its body
-            await discard(request, self.app.options)
+            await discard(request, options)
         response = make_response(refusal)
         self.app.metrics.add(("", ""), response.status_code, 0.0, 0, len(response.body))
         await response(scope, receive, send_in_time)

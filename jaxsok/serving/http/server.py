@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 _INLINE_BYTES = 1 << 15  # smaller bodies are handled on the event loop: a thread would cost more than the work
 _PIECE_BYTES = 1 << 16  # of a response, sent at a time; its connection holds as many more
-ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
 DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the client reads the answer
 
 
@@ -115,7 +114,7 @@ class _Endpoint:
         app.metrics.in_flight.inc()
         try:
             response = await app.respond(self._name, self._answer, request)
-            await app.send(response, request, send)
+            await app.send(response, send)
         finally:
             app.held.add(-1, -request.num_bytes)
             app.metrics.in_flight.dec()
@@ -241,30 +240,13 @@ class App:
         request.num_bytes = sent
         return response
 
-    async def send(self, response: Response, request: Request, send: Send) -> None:
-        """Sends in pieces, each when the client has taken most of those before; cuts off clients that are too slow."""
-        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        body, loop = response.body, asyncio.get_running_loop()
-        until = loop.time() + send_limit_s(len(body), self.options)
-        try:
-            async with asyncio.timeout(self.options.send_timeout_s) as limit:
-                await send(start)
-                for begin in range(0, max(1, len(body)), _PIECE_BYTES):
-                    end = begin + _PIECE_BYTES
-                    limit.reschedule(min(until, loop.time() + self.options.send_timeout_s))
-                    await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
-        except TimeoutError:
-            if not await self.cut_off(request.scope):
-                raise
-
-    async def cut_off(self, scope: Scope) -> bool:
-        """Closes the connection of a request whose client has not read in time; returns whether its server lets it."""
-        self.metrics.unread.inc()
-        abort = scope.get("extensions", {}).get(ABORT)
-        if abort is not None:
-            abort()
-            await asyncio.sleep(0)  # lets the protocol run
-        return abort is not None
+    async def send(self, response: Response, send: Send) -> None:
+        """Sends in pieces, each when the client has taken most of those before."""
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        body = response.body
+        for begin in range(0, max(1, len(body)), _PIECE_BYTES):
+            end = begin + _PIECE_BYTES
+            await send({"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)})
 
     async def _ask(self, kind: Lookups | Predictions, request: _Request) -> Response:
         model, options = self._model(request, kind.op), self.options
