@@ -1,15 +1,17 @@
-"""A process that writes the files of versions: `python -P stream_files.py` of `streams.Follower`.
+"""A process that writes the files of versions: `python -P stream_files.py FOLDER` of `streams.Follower`.
 
 Redis's client holds Python's lock while it copies a chunk. In the process that answers requests, lookups would wait
 for it; here nothing does. This module imports no other one of jaxsok, so its process starts fast, and has no JAX.
 
 Each line of its input is a version, in JSON: the URL of Redis, the key of its chunks, the names and sizes of its files,
 and the folder for them. It answers with a line: the kind of what went wrong, and what was got, or two times null.
+When its input ends, as that of a killed server does, it removes FOLDER, in which all of these folders are.
 """
 
 import json
 import pathlib
 import re
+import shutil
 import signal
 import sys
 import urllib.parse
@@ -99,20 +101,24 @@ def write_files(client: Any, payload: str, files: Sequence[tuple[str, int]], fol
 
 
 def main() -> None:
-    """Writes files as long as there are lines of input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that answers requests, which ends this one
+    """Writes files as long as there are lines of input, then removes them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are for the process that answers requests, which ends this one
     client = None
-    for line in sys.stdin:
-        url, payload, files, folder = json.loads(line)
-        try:
-            client = client or connect(url)
-            got = write_files(client, payload, files, pathlib.Path(folder))
-            kind = got and GONE
-        except OSError as error:
-            kind, got = UNWRITTEN, str(error)
-        except CAN_FAIL as error:
-            kind, got = type(error).__name__, text_of(error)
-        print(json.dumps([kind, got]), flush=True)
+    try:
+        for line in sys.stdin:
+            url, payload, files, folder = json.loads(line)
+            try:
+                client = client or connect(url)
+                got = write_files(client, payload, files, pathlib.Path(folder))
+                kind = got and GONE
+            except OSError as error:
+                kind, got = UNWRITTEN, str(error)
+            except CAN_FAIL as error:
+                kind, got = type(error).__name__, text_of(error)
+            print(json.dumps([kind, got]), flush=True)
+    finally:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 if __name__ == "__main__":

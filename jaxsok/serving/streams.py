@@ -21,6 +21,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -48,7 +49,6 @@ from jaxsok.serving.stream_files import (
     text_of,
     with_nodes,
 )
-from jaxsok.serving.temporary import TemporaryFolder
 
 __all__ = ["Publisher"]
 
@@ -350,41 +350,55 @@ class _Fetcher:
     def __init__(self, stream: _Stream) -> None:
         self._stream = stream
         self._process: subprocess.Popen[str] | None = None
+        self.folder: pathlib.Path | None = None  # of all files; made with the process, which removes it
 
-    def write_files(self, entry: _Entry, folder: pathlib.Path) -> None:
-        """Writes the files of a version into a folder; one call at a time.
+    def write_files(self, entry: _Entry) -> pathlib.Path:
+        """Writes the files of a version into a new folder, and returns it; one call at a time.
 
         _Gone: they were trimmed. DatabaseError: Redis does not answer. ServingError: the folder cannot take them.
         """
-        kind, got = self._ask(entry.payload, entry.files, str(folder))
-        if kind == GONE:
-            raise _Gone(f"follow: version {entry.uuid}: {got}; it was trimmed meanwhile, or Redis has lost it.")
-        if kind == UNWRITTEN:
-            what = f'its {entry.num_bytes} bytes written to "{folder}"; make room there, or set TMPDIR'
-            raise ServingError(f"follow: version {entry.uuid}: files: got {got}, wanted {what}.")
-        if kind is not None:
-            raise self._stream.failure(kind, got)
+        self.folder = self.folder or pathlib.Path(tempfile.mkdtemp(prefix="jaxsok-stream-"))
+        process = self._process = self._process or self._start(self.folder)
+        path = self.folder / entry.uuid
+        try:
+            path.mkdir(parents=True)  # a system may remove old temporary folders
+            kind, got = self._ask(process, entry.payload, entry.files, str(path))
+            if kind == GONE:
+                raise _Gone(f"follow: version {entry.uuid}: {got}; it was trimmed meanwhile, or Redis has lost it.")
+            if kind == UNWRITTEN:
+                what = f'its {entry.num_bytes} bytes written to "{path}"; make room there, or set TMPDIR'
+                raise ServingError(f"follow: version {entry.uuid}: files: got {got}, wanted {what}.")
+            if kind is not None:
+                raise self._stream.failure(kind, got)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        return path
 
-    def _ask(self, *version: Any) -> tuple[str | None, str]:
+    def _ask(self, process: subprocess.Popen[str], *version: Any) -> tuple[str | None, str]:
         """Sends a version to the process; returns its answer: the kind of what went wrong, and what was got."""
-        process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError):  # the process has ended
             print(json.dumps([self._stream.url_now(), *version]), file=process.stdin, flush=True)
         answer = process.stdout.readline()
         if answer.endswith("\n"):
             return json.loads(answer)
-        self.close()
+        self._end()
         return "no answer", f"the process that reads from it has ended with {process.returncode}; its output says why"
 
-    def _start(self) -> subprocess.Popen[str]:
-        command = [multiprocessing.spawn.get_executable(), "-P", stream_files.__file__]
+    def _start(self, folder: pathlib.Path) -> subprocess.Popen[str]:
+        command = [multiprocessing.spawn.get_executable(), "-P", stream_files.__file__, str(folder)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process finds
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and removes all files."""
+        self._end()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -437,7 +451,6 @@ class Follower(Repeated):
         self._unnoted = ""  # why Redis did not take the position
         self._fetcher = _Fetcher(self._stream)
         # The files of versions that are to be applied, by uuid; `look` waits until no other thread adds some.
-        self._folder = TemporaryFolder("stream")
         self._fetched: dict[str, pathlib.Path] = {}
 
     def start(self) -> None:
@@ -451,7 +464,6 @@ class Follower(Repeated):
         if has_ended:
             self._stream.close()
             self._fetcher.close()
-            self._folder.cleanup()
         return has_ended
 
     def stats(self) -> dict[str, Any]:
@@ -579,26 +591,18 @@ class Follower(Repeated):
 
     def _forget(self, uuids: Iterable[str]) -> None:
         """Removes the files of versions."""
+        folder = self._fetcher.folder
         for uuid in uuids:
-            path, own = self._fetched.pop(uuid, None), pathlib.Path(self._folder.name) / uuid
-            if path == own:  # and not a folder that a publisher has named
-                shutil.rmtree(own, ignore_errors=True)
+            path = self._fetched.pop(uuid, None)
+            if folder is not None and path == folder / uuid:  # and not a folder that a publisher has named
+                shutil.rmtree(path, ignore_errors=True)
 
     def _fetch(self, entry: _Entry) -> None:
         """Writes the files of a version into a folder; their checksums are those of the manifest."""
         if entry.path is not None:
             self._fetched[entry.uuid] = pathlib.Path(entry.path)
-            return
-        path = pathlib.Path(self._folder.name) / entry.uuid
-        if entry.uuid in self._fetched and path.exists():
-            return
-        try:
-            path.mkdir(parents=True)  # a system may remove old temporary folders
-            self._fetcher.write_files(entry, path)
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        self._fetched[entry.uuid] = path
+        elif entry.uuid not in self._fetched or not self._fetched[entry.uuid].exists():
+            self._fetched[entry.uuid] = self._fetcher.write_files(entry)
 
 
 def _push(payload: str, chunk: bytes, client: Any) -> None:

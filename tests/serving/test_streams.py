@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -633,7 +634,7 @@ def test_damaged_entries_are_refused(url, server, tmp_path, caplog):
         assert serves(session, training)
 
 
-def test_files_are_written_by_a_process_that_is_started_again(url, tmp_path, caplog):
+def test_files_are_written_by_a_process_that_is_started_again(url, tmp_path, caplog, monkeypatch):
     """Its command line does not show the URL, a version comes later if it is killed, and it ends with the session."""
     training = Training(tmp_path, url)
     with serve(url, training) as session:
@@ -650,8 +651,9 @@ def test_files_are_written_by_a_process_that_is_started_again(url, tmp_path, cap
         wait_until(lambda: serves(session, training))
         pid = fetcher._process.pid
         (entry,) = session._followers["dlrm"]._stream.entries()[-1:]
+        monkeypatch.setattr(pathlib.Path, "mkdir", lambda *_, **__: None)
         with pytest.raises(ServingError, match=f"No such file.*wanted its {entry.num_bytes} bytes written to"):
-            fetcher.write_files(entry, tmp_path / "missing")
+            fetcher.write_files(dataclasses.replace(entry, uuid="0" * 32))
     assert not pathlib.Path(f"/proc/{pid}").exists()
     training.publisher.close()
 
@@ -661,7 +663,7 @@ def test_versions_are_fetched_while_others_are_applied(url, server, tmp_path, mo
     training = Training(tmp_path, url)
     with serve(url, training) as session:
         follower, is_begun, go = session._followers["dlrm"], threading.Event(), threading.Event()
-        update, folder = follower._served.update, pathlib.Path(follower._folder.name)
+        update = follower._served.update
 
         def wait(*args):
             is_begun.set()
@@ -674,6 +676,7 @@ def test_versions_are_fetched_while_others_are_applied(url, server, tmp_path, mo
         training.publish(keys=[1, 35], erased=[20])
         training.publish(keys=[35])
         wait_until(lambda: len(follower._fetched) == 3)
+        folder = follower._fetcher.folder
         server.client.delete(*server.client.keys("jaxsok:{dlrm}:*"))  # the files are not read again
         go.set()
         wait_until(lambda: serves(session, training))
@@ -698,10 +701,27 @@ def stopped_follower(url, training):
     with serve(url, training) as session:
         follower = session._followers["dlrm"]
         follower.close(None)
-        folder = pathlib.Path(follower._folder.name)
+        folder = follower._fetcher.folder = training.folder / "files"
         folder.mkdir()
         yield session, follower, folder
     training.publisher.close()
+
+
+def test_files_go_when_the_input_of_their_process_ends(tmp_path):
+    """As when its server is killed; the signals that end a server do not end it."""
+    folder = tmp_path / "files"
+    (folder / "version").mkdir(parents=True)
+    command = [sys.executable, "-P", streams.stream_files.__file__, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        print(json.dumps(["redis://127.0.0.1:1", "payload", [], str(folder)]), file=process.stdin, flush=True)
+        assert json.loads(process.stdout.readline())[0] == "ConnectionError"  # it has begun
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        time.sleep(0.2)
+        assert process.poll() is None and folder.exists()
+        process.communicate("")
+    assert process.returncode == 0 and not folder.exists()
 
 
 def test_files_of_a_version_that_is_trimmed_go(url, server, tmp_path):

@@ -6,6 +6,7 @@ import logging
 import pathlib
 import re
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from jaxsok.serving.config import PersistentDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError
 from jaxsok.serving.ready import rest_s
-from jaxsok.serving.temporary import TemporaryFolder
 
 try:
     import rocksdict
@@ -63,7 +63,8 @@ class RocksDatabase(Database):
             kinds = rocksdict.AccessType
             access = kinds.read_write()
             if config.read_only:  # as RocksDB's secondaries do, which have a log
-                access = kinds.secondary(opened.enter_context(TemporaryFolder("rocksdb")))
+                folder = tempfile.TemporaryDirectory(prefix="jaxsok-rocksdb-")
+                access = kinds.secondary(opened.enter_context(folder))
             is_there = (pathlib.Path(config.path) / "CURRENT").is_file()
             names = self._call(lambda: rocksdict.Rdict.list_cf(config.path, self._options)) if is_there else ["default"]
             columns = dict.fromkeys(names, self._options)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -33,7 +34,6 @@ from jaxsok.serving.http.calls import Arrays, Lookups, ParsedRequest, Prediction
 from jaxsok.serving.http.metrics import Metrics
 from jaxsok.serving.http.responses import CLOSE, Busy, Refusal, formats, http_error, make_response, refusal_of
 from jaxsok.serving.http.watch import Watcher
-from jaxsok.serving.temporary import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -148,7 +148,8 @@ class App:
         if watch is not None:
             count = lambda model, result: self.metrics.watched.labels(model, result).inc()  # noqa: E731
             self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=count)
-        self.folder = TemporaryFolder("serve") if has_front_ends else None  # that only this user may open
+        # Only this user may open it.
+        self.folder = tempfile.TemporaryDirectory(prefix="jaxsok-serve-") if has_front_ends else None
         self.metrics = Metrics(self._stats, self.folder and self.folder.name)
         self.is_stopping = self.ends_at_once = False
         self.is_closed = False  # then nothing of the session runs any more
