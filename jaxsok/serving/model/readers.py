@@ -220,7 +220,7 @@ class DeviceRows(_Programs):
 
     # Each request takes the latest version, and there are neither a tier below nor threads.
     def publish(self, new: Version, changed: Mapping[str, np.ndarray]) -> None: ...
-    def withdraw(self, old: Version, changed: Mapping[str, np.ndarray]) -> None: ...
+    def withdraw(self, old: Version) -> None: ...
     def refresh(self) -> None: ...
     def stop(self) -> None: ...
     def close(self, until: float | None) -> bool:
@@ -300,13 +300,9 @@ class CachedRows(_Programs):
             changed = {**changed, **{name: np.append(changed[name], cached[name]) for name in new.replaced}}
         self.cache.swap(rows, changed)
 
-    def withdraw(self, old: Version, changed: Mapping[str, np.ndarray]) -> None:
-        """Goes back to a version after the next one was published to some readers alone."""
-        try:
-            self.publish(old, changed)
-        except Exception:
-            _log.exception('model "%s": rows of a failed update could not be replaced, all leave', self._config.model)
-            self.cache.swap(old.rows(), None)
+    def withdraw(self, old: Version) -> None:
+        """Goes back to a version after the next one was published to some readers alone: all rows leave the cache."""
+        self.cache.swap(old.rows(), None)
 
     def refresh(self) -> None:
         self.cache.refresh()

@@ -236,7 +236,7 @@ def publish(readers: Sequence[Any], old: Version, new: Version, changed: Mapping
             reader.publish(new, changed)
         except BaseException:
             for published in readers[:number]:
-                published.withdraw(dataclasses.replace(old, replaced=new.replaced), changed)
+                published.withdraw(old)
             raise
 
 
