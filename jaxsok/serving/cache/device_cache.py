@@ -176,12 +176,12 @@ class DeviceCache:
         return FrozenStore(index, counters, rows.astype(table.dtype), tuple(scales))
 
     def fill(self) -> int:
-        """Fills each table's share before the first lookup; returns the number of rows.
+        """Fills each table's share before the first lookup; returns the number of cached rows.
 
         ValueError: the source gives rows of another width than its table's.
         Takes the first rows, or the hottest of all if the source knows frequencies. Host memory: twice a table's share.
         """
-        epoch, num_before = self.stores.epoch, self.stats().inserted
+        epoch = self.stores.epoch
         for name, share in self._shares.items():
             table, hottest = epoch.source.tables[name], hottest_rows(_scan(epoch.source, name), share)
             chunks = list(slices(hottest.num_rows, ROWS_AT_A_TIME))
@@ -193,7 +193,7 @@ class DeviceCache:
                 else:
                     rows = round_rows(table, hottest.rows[chunk])
                 self.stores.insert({name: (keys, rows)}, epoch)
-        return self.stats().inserted - num_before
+        return sum(self.num_rows.values())
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """Reads the keys of each table that are cached now, uint64; copies 16 bytes a row of capacity to the host."""

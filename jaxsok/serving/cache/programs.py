@@ -158,9 +158,8 @@ def _read(slab: Array, row_ids: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def insert(
     must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...], clock: Array
-) -> tuple[CacheStore, Array, Array]:
-    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room. Counts both."""
-    num_evicted = jnp.zeros((), jnp.uint32)
+) -> CacheStore:
+    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room."""
     if must_leave:
         known = kernels.find(store.index, store.counters, words, ids)
         is_key = (words != PADDING_WORD).any(axis=1)
@@ -170,12 +169,10 @@ def insert(
         num_kept = jnp.uint32(store.records[0].shape[0]) - num_new
         ticks = store.statistics[0][:, 0]
         flags, _ = evict_kernels.select(num_kept, store.records, [[ticks]], [], store.table_rows.shape[0])
-        store, released = evict_kernels.release(store, flags)
-        num_evicted = released.sum(dtype=jnp.uint32)
-    store, row_ids, counts = find_or_insert(store, words, ids)
+        store, _ = evict_kernels.release(store, flags)
+    store, row_ids, _ = find_or_insert(store, words, ids)
     store = _scatter(store, row_ids, lines)
-    store = dataclasses.replace(store, statistics=kernels.touch(row_ids, None, clock, store.statistics))
-    return store, counts[:, _INSERTED].sum(), num_evicted
+    return dataclasses.replace(store, statistics=kernels.touch(row_ids, None, clock, store.statistics))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -25,7 +25,6 @@ from jaxsok.types import NO_ROW
 
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
-_MOST_LATER = 64  # counts that wait on the device: reading more of them would take long, and holds arrays
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]  # distinct keys by table, and their `Lines`, or None
 
@@ -74,8 +73,6 @@ class CacheStats(TableCounts):
     background: int = 0  # tables of lookups that answered misses with the default
     dropped: int = 0  # tables of lookups whose misses are not fetched, because too much was waiting
     fetched: int = 0  # keys asked of the source because they missed
-    inserted: int = 0
-    evicted: int = 0  # rows that left because others came
     refreshed: int = 0  # rows overwritten by `refresh` and `swap`
     removed: int = 0  # rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped
     failed: int = 0  # background fetches whose source raised; logged
@@ -90,7 +87,6 @@ class Counter:
         # Changed and copied under `_lock`: a copy has all of an `add`, or none of it.
         self._tables = {name: collections.Counter[str]() for name in tables}
         self._all = collections.Counter[str]()
-        self._later: list[dict[str, Any]] = []  # counts on the device, to be added to those of all tables
 
     def add(self, table: str | None = None, **more: int) -> None:
         with self._lock:
@@ -98,26 +94,13 @@ class Counter:
             if table is not None:
                 self._tables[table].update(more)
 
-    def add_later(self, **more: Any) -> None:
-        """Adds numbers that the device is to deliver: when counts are asked for, or if too many wait."""
-        with self._lock:
-            self._later.append(more)
-            self._add_all_but(_MOST_LATER)
-
     def stats(self) -> CacheStats:
-        """Returns the counts of all tables together; waits for programs that insert rows."""
         with self._lock:
-            self._add_all_but(0)
             return CacheStats(**self._all)
 
     def tables(self) -> dict[str, TableCounts]:
         with self._lock:
             return {name: TableCounts(**counts) for name, counts in self._tables.items()}
-
-    def _add_all_but(self, most: int) -> None:
-        """Waits for the first numbers of the device, until so many are left."""
-        while len(self._later) > most:
-            self._all.update({name: int(np.asarray(number)) for name, number in self._later.pop(0).items()})
 
 
 class DeviceStores:
@@ -182,7 +165,6 @@ class DeviceStores:
             batches = list(self.batches(kept, are_bounded=True))
             if not batches:
                 return
-            counts = []
             with self.lock:
                 if self.epoch is not epoch or not self.arrays:
                     return
@@ -195,14 +177,11 @@ class DeviceStores:
                     with self._replacing() as stores:
                         for batch, (s, must_leave, _) in zip(batches, chosen, strict=True):
                             keys = batch.words, batch.ids, batch.lines
-                            stores[s], *counted = programs.insert(must_leave, stores[s], *keys, clock)
+                            stores[s] = programs.insert(must_leave, stores[s], *keys, clock)
                             self._most_rows[s] = min(bounds[s], self.capacities[s])
-                            counts.append(counted)
-                    break
+                    return
             for program in chosen:  # while others look up; afterwards other rows may have to leave
                 self.compiled.make("insert", *program)
-        for inserted, evicted in counts:
-            self._counter.add_later(inserted=inserted, evicted=evicted)
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         (batch,) = self.batches({name: (keys, None)})
