@@ -83,8 +83,8 @@ def _print(text: str, ignored: type[OSError]) -> None:
 
 def _declare_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Goes through the tables of a checkpoint or an export of jaxsok, of an HPS or SOK folder, or of a .parquet, "
-        ".arrow or .npz file: dims, dtypes, sizes, ranges of keys, norms, frequencies, ages."
+        "Goes through the tables of a checkpoint or an export of jaxsok, of an HPS or SOK folder, or of a .parquet "
+        "or .npz file: dims, dtypes, sizes, ranges of keys, norms, frequencies, ages."
     )
     parser.add_argument("path", metavar="PATH", help="file or folder; its kind follows from its content")
     parser.add_argument("--table", action="append", metavar="NAME", help="only this one; may be given several times")

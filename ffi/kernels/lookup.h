@@ -70,7 +70,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
 LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
                              const EmbeddingsView& embeddings, int32_t* counts);
 
-/// Combines rows whose ids are known (from a separate plan): as LaunchLookupFind, with row_ids given.
+/// Combines rows whose ids are known (they were found before): as LaunchLookupFind, with row_ids given.
 ///
 /// Pre    : row_ids[i] is a row below the capacity, or kNoRow. With `batch.tables` all features have bags, keys without
 ///          a row give zeros if kTableUnknown says so, and `counts` are those of the features' tables. Only embeddings

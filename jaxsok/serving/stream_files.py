@@ -5,7 +5,7 @@ for it; here nothing does. This module imports no other one of jaxsok, so its pr
 
 Each line of its input is a version, in JSON: the URL of Redis, the key of its chunks, the names and sizes of its files,
 and the folder for them. It answers with a line: the kind of what went wrong, and what was got, or two times null.
-When its input ends, as that of a killed server does, it removes FOLDER, in which all of these folders are.
+When its input ends, also because the server was killed, it removes FOLDER, in which all of these folders are.
 """
 
 import json
@@ -102,7 +102,7 @@ def write_files(client: Any, payload: str, files: Sequence[tuple[str, int]], fol
 
 def main() -> None:
     """Writes files as long as there are lines of input, then removes them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the process that answers requests, which ends this one
     client = None
     try:

@@ -274,7 +274,7 @@ def compare(embeddings, expected):
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Fused and planned lookups, finds, updates, erases and growth, in any order."""
+    """Lookups, finds, updates, erases and growth, in any order."""
 
     @initialize()
     def start(self):
@@ -288,13 +288,12 @@ class AdmissionMachine(RuleBasedStateMachine):
         COLLECTION.batch(raw_of(bags))  # the collection learns the size of the batches
 
     @precondition(lambda self: len(self.pending) < 2)
-    @rule(batch=batches(), ahead=st.booleans())
-    def lookup(self, batch, ahead):
+    @rule(batch=batches())
+    def lookup(self, batch):
         """Looks up; keys that are not admitted read the table's default."""
         features = COLLECTION.batch(raw_of(batch)).features
         self.state = COLLECTION.grow(self.state)
-        argument = programs.plan(COLLECTION)(features) if ahead else features
-        embeddings, self.state, plan = programs.lookup(COLLECTION)(self.state, argument)
+        embeddings, self.state, plan = programs.lookup(COLLECTION)(self.state, features)
         expected, expected_plan = self.oracle.lookup(batch)
         compare(embeddings, expected)
         self.pending.append((plan, expected_plan, dict(self.oracle.num_unadmitted), expected))
@@ -871,17 +870,15 @@ def row_of_key(words, columns):
     return (words[0] % jnp.uint32(7)).astype(jnp.float32) + columns.astype(jnp.float32)
 
 
-@pytest.mark.parametrize("path", ["fused", "planned"])
 @pytest.mark.parametrize("unadmitted", [0.25, "initial"])
-def test_rows_that_xla_works_out(path, unadmitted):
+def test_rows_that_xla_works_out(unadmitted):
     """With a traced initializer, new rows are written; excluded keys read the constant or their initial row."""
     initializer = jaxsok.initializers.function(row_of_key, "of_key")
     policy = policies.AdmitByCount(2, unadmitted=unadmitted)
     table = jaxsok.TableSpec("user", 3, SGD, admission=policy, initializer=initializer, capacity=16)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user", combiner=None)])
     features = programs.batch(collection, user=np.array([5, 9, 5, 11]))
-    argument = programs.plan(collection)(features) if path == "planned" else features
-    embeddings, state, _ = programs.lookup(collection)(collection.init(seed=SEED), argument)
+    embeddings, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
     initial = np.array([5, 9 % 7, 5, 11 % 7])[:, None] + np.arange(3)[None, :]
     want = np.where(np.array([True, False, True, False])[:, None], initial, 0.25 if unadmitted == 0.25 else initial)
     np.testing.assert_allclose(np.asarray(embeddings["user"]), want)

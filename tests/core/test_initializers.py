@@ -321,25 +321,24 @@ class Dense:
 
 
 @functools.cache
-def unit_step(collection, planned):
+def unit_step(collection):
     """Returns a step whose gradient is 1."""
 
     def run(state, features):
-        asked = collection.plan(features) if planned else features
-        embeddings, state, plan = collection.lookup(state, asked)
+        embeddings, state, plan = collection.lookup(state, features)
         state, stats = collection.update(state, plan, jax.tree.map(jnp.ones_like, embeddings))
         return embeddings, state, stats
 
     return jax.jit(run, donate_argnums=0, compiler_options=programs.quickly())
 
 
-def assert_like_dense(collection, dense, state, raw, planned):
+def assert_like_dense(collection, dense, state, raw):
     """Makes one step of both; before it, checks that `find` reads what the lookup gives."""
     dtype = collection.tables[0].dtype
     features = programs.batch(collection, **raw)
     found, _ = programs.find(collection)(state, features)
     found = jax.device_get(found)
-    embeddings, state, stats = unit_step(collection, planned)(state, features)
+    embeddings, state, stats = unit_step(collection)(state, features)
     stats.check()
     tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]  # of the kernel's row, in bags of one
     for name, want in dense.embeddings(raw).items():
@@ -357,17 +356,15 @@ def assert_like_dense(collection, dense, state, raw, planned):
     return state, counted
 
 
-@pytest.mark.parametrize("planned", [False, True])
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), keys=st.lists(st.integers(0, 2**64 - 2), min_size=1, max_size=12))
-def test_traced_rows_are_those_of_a_dict(planned, seed, keys):
+def test_traced_rows_are_those_of_a_dict(seed, keys):
     """New, known, repeated and padding keys over steps agree to the bit, with tables of each kind in one store."""
     rng, collection, dense = np.random.default_rng(seed), declare_mixed(), Dense("float32")
     state = collection.init(seed=4)
     for step in range(3):
-        state, counted = assert_like_dense(
-            collection, dense, state, mixed_batch(rng, [*keys, *MIXED][: 4 + 6 * step]), planned
-        )
+        batch = mixed_batch(rng, [*keys, *MIXED][: 4 + 6 * step])
+        state, counted = assert_like_dense(collection, dense, state, batch)
         for table in counted.values():
             assert table["num_found"] + table["num_inserted"] + table["num_padding"] in (NUM_SAMPLES, NUM_SAMPLES + 16)
 
@@ -407,7 +404,7 @@ def test_traced_rows_on_a_mesh(path, placement):
     raws = [mixed_batch(rng, MIXED[: 4 + 3 * step]) for step in range(3)]
     if path == "rounds":
         for raw in raws:
-            state, _ = assert_like_dense(collection, dense, state, raw, planned=False)
+            state, _ = assert_like_dense(collection, dense, state, raw)
         return
     for raw, (_, plan) in zip(raws, collection.pipeline(raws), strict=True):
         embeddings, state, stats = planned_step(collection)(state, plan)

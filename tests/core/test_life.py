@@ -176,6 +176,12 @@ class Table:
             kept = {key: num for key, num in self.seen.items() if key in self.waiting or not is_asked(key)}
             self.seen = collections.Counter(kept)
 
+    def drop(self, keys):
+        """Forgets the exact counts of keys."""
+        if not self.is_bloom:
+            for key in keys:
+                self.seen.pop(key, None)
+
     def give_rows(self, keys):
         """Admits waiting keys directly, as if they had been seen often enough, even without room."""
         self.seen.update({key: self.num_sightings - self.seen[key] for key in keys if key in self.waiting})
@@ -493,14 +499,12 @@ class LifeMachine(RuleBasedStateMachine):
     # Lookups and updates
 
     @precondition(lambda self: len(self.pending) < 2)
-    @rule(batch=batches(), ahead=st.booleans(), ticks=clocks())
-    def lookup(self, batch, ahead, ticks):
+    @rule(batch=batches(), ticks=clocks())
+    def lookup(self, batch, ticks):
         """Looks up: keys are inserted, wait, or are refused; compares embeddings, and law 5 with the update."""
         self.tick(ticks)
         features = self.collection.batch(raw_of(batch)).features
         self.grow()
-        if ahead and self.num_shards is None:
-            features = jit_method(self.collection, "plan")(features)
         options = {name: jnp.uint32(value) for name, value in self.options.items()}  # traced: one program for all
         embeddings, self.state, plan = jit_method(self.collection, "lookup")(self.state, features, **options)
         expected, expected_plan, num_unadmitted = self.oracle.lookup(batch, self.now, self.let_in)
@@ -539,7 +543,7 @@ class LifeMachine(RuleBasedStateMachine):
         """Makes a step; waiting plans come first, stale or not."""
         while self.pending:
             self.update(0)
-        self.lookup(batch, False, ticks)
+        self.lookup(batch, ticks)
         self.update(1)
 
     @rule(batches=st.lists(batches(), min_size=2, max_size=3))
@@ -708,13 +712,14 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), keys=few_keys())
     def erase(self, name, keys):
-        """Erases keys; padding and absent keys have no effect."""
+        """Erases keys, also those that wait; padding and absent keys have no effect."""
         store = self.oracle.store_of(name)
         gone = {key for key in keys if key in store.tables[name].lines}
         self.state, num_erased = self.collection.erase(self.state, name, programs.as_array(keys))
         assert int(num_erased) == len(gone)
         for key in gone:
             del store.tables[name].lines[key]
+        store.tables[name].drop(keys)
         self.lose(store, [(name, key) for key in gone])
 
     @rule(name=st.sampled_from(NAMES))

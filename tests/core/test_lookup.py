@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import numpy as np
-import pytest
 
 import jaxsok
 
@@ -33,30 +32,6 @@ def batch(seed: int, space: int = 30):
 def lookup_fused(state, features):
     """Looks up without a plan."""
     return COLLECTION.lookup(state, features)
-
-
-@jax.jit
-def lookup_planned(state, features):
-    """Looks up with a plan made separately."""
-    return COLLECTION.lookup(state, COLLECTION.plan(features))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_plan_made_apart_changes_nothing(seed):
-    """Embeddings, row ids, counts and rows are equal to the bit with and without `Collection.plan`."""
-    first, other = COLLECTION.init(seed=1), COLLECTION.init(seed=1)
-    for step in range(3):
-        features = batch(10 * seed + step)
-        e1, first, p1 = lookup_fused(first, features)
-        e2, other, p2 = lookup_planned(other, features)
-        for name in e1:
-            assert np.array_equal(np.asarray(e1[name]), np.asarray(e2[name])), name
-        for f1, f2 in zip(p1.found, p2.found, strict=True):
-            assert np.array_equal(np.asarray(f1.row_ids), np.asarray(f2.row_ids))
-            assert np.array_equal(np.asarray(f1.counts), np.asarray(f2.counts))
-    for s1, s2 in zip(first.stores, other.stores, strict=True):
-        assert np.array_equal(np.asarray(s1.records[0])[:, :3], np.asarray(s2.records[0])[:, :3])
-        assert np.array_equal(np.asarray(s1.rows[0]), np.asarray(s2.rows[0]))
 
 
 def test_find_reads_what_lookup_gave():

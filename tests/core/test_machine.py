@@ -185,13 +185,12 @@ class TableMachine(RuleBasedStateMachine):
             np.testing.assert_allclose(got, want.astype(np.float32), err_msg=feature.name, **TOLERANCE)
 
     @precondition(lambda self: len(self.pending) < 3)
-    @rule(batch=batches(), values=gradient_values(), ahead=st.booleans())
-    def lookup(self, batch, values, ahead):
-        """Looks up, fused from features or with a plan made before."""
+    @rule(batch=batches(), values=gradient_values())
+    def lookup(self, batch, values):
+        """Looks up."""
         features = COLLECTION.batch(raw_of(batch)).features
         self._grow_if_needed()
-        argument = programs.plan(COLLECTION)(features) if ahead else features
-        embeddings, self.state, plan = programs.lookup(COLLECTION)(self.state, argument)
+        embeddings, self.state, plan = programs.lookup(COLLECTION)(self.state, features)
         expected, expected_plan = self.oracle.lookup(batch)
         self._compare(embeddings, expected)
         gradients = gradients_of(values, {name: len(array) for name, array in expected.items()})

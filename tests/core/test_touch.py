@@ -97,7 +97,6 @@ steps = st.lists(
 )
 WAYS = [
     ("fused", 1),
-    ("planned", 1),
     ("traced", 1),
     ("rounds", 4),
     ("traced", 4),
@@ -117,8 +116,7 @@ def test_last_step_and_frequency(way, num_shards, script):
     for batch, clock, erased in script:
         features = batch_of(collection, *batch).features
         if way == "planned":
-            sizes = {} if num_shards == 1 else {"send_capacity": [64]}
-            features = collection.plan(features, **sizes)
+            features = collection.plan(features, send_capacity=[64])
         _, state, _ = jitted_lookup(collection)(state, features, jnp.uint32(clock))
         apply_lookup(want, clock, *batch)
         erased = np.array([*erased, *[PADDING] * (3 - len(erased))], np.uint64)

@@ -716,7 +716,7 @@ def test_files_go_when_the_input_of_their_process_ends(tmp_path):
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         print(json.dumps(["redis://127.0.0.1:1", "payload", [], str(folder)]), file=process.stdin, flush=True)
         assert json.loads(process.stdout.readline())[0] == "ConnectionError"  # it has begun
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             process.send_signal(number)
         time.sleep(0.2)
         assert process.poll() is None and folder.exists()
