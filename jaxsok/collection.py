@@ -958,8 +958,11 @@ class Collection:
     def stack(self, tree: Any) -> Any:
         """Reshapes global arrays for `pmap`, each from `[num_shards * n, ...]` to `[num_shards, n, ...]`.
 
-        Consumes them. What is the same everywhere (a state's seed and step) is given to each shard. `unstack` is the
+        A state is consumed. What is the same everywhere (its seed and step) is given to each shard. `unstack` is the
         way back.
+
+        Raises:
+          ValueError: a collection of one device, or arrays that are deleted; the others are as they were.
 
         Example:
           `state = collection.stack(collection.init(seed=0))`, then `jax.pmap(step, axis_name="data")(state, ...)`.

@@ -435,7 +435,8 @@ def lineage_of(shards: Shards, words: np.ndarray) -> Array:
     return shards.make(jnp.array, operands=(words,), is_split=False)
 
 
-def _is_deleted(array: Any) -> bool:
+def is_deleted(array: Any) -> bool:
+    """Returns whether an array was donated or deleted."""
     # NumPy's arrays and shapes cannot be; the method of a traced array raises.
     return hasattr(array, "is_deleted") and not isinstance(array, jax.core.Tracer) and array.is_deleted()
 
@@ -473,7 +474,7 @@ def check_state(op: str, collection: Declared, state: State) -> None:
         )
     # Asking a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step donates all arrays of a
     # state, and growing the index, so it is enough to check these two of each store.
-    if any(_is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
+    if any(is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
         raise ValueError(
             f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
             "the one that this call returned, as in state = collection.grow(state, batch)."

@@ -436,7 +436,7 @@ def test_law_14_what_raises_has_changed_nothing(where, monkeypatch):
 
 
 def test_stacking_an_array_that_stands_twice():
-    """The array is consumed once."""
+    """It is stacked once."""
     collection = failing_stores(2)
     array = jax.device_put(np.arange(8.0, dtype=np.float32), collection.shards.split)
     first, second = collection.unstack(collection.stack([array, array]))

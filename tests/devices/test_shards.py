@@ -284,6 +284,25 @@ def test_unstack_undoes_stack(kind):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
+def test_stack_consumes_states_alone():
+    """A batch can be stacked again; a state that was consumed is refused by name, and what came with it stays."""
+    collection = one_table()
+    features = programs.batch(collection, user=np.arange(48))
+    state = collection.init(seed=2)
+    stacked, first = collection.stack((state, features))
+    second = collection.stack(features)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="stack: tree: got arrays that are deleted"):
+        collection.stack((features, state))
+    with pytest.raises(ValueError, match="unstack: tree: got arrays that are deleted"):
+        collection.unstack((stacked, state))
+    features.stores[0].keys.delete()
+    with pytest.raises(ValueError, match="unstack: tree: got arrays that are deleted"):
+        collection.unstack((stacked, features))
+    assert collection.num_rows(collection.unstack(stacked)) == {"user": 0}
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Placements and refusals
 
