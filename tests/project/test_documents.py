@@ -333,6 +333,14 @@ def deleted_state():
     item().lookup(state, pack(np.array([7])).features)
 
 
+def stacked_twice():
+    """Stacks a state that was stacked before."""
+    collection = over()
+    state = collection.init()
+    collection.stack(state)
+    collection.stack(state)
+
+
 def two_features():
     """Returns a collection of two features of one table."""
     return jaxsok.Collection(item().tables, [jaxsok.FeatureSpec(name, "item") for name in ("item", "user")])
@@ -440,6 +448,7 @@ PROVOKED = {
         jaxsok.Collection([jaxsok.TableSpec("item", 8, SGD, capacity=8)], []).init(), pack(np.array([7])).features
     ),
     "deleted state": deleted_state,
+    "stacked twice": stacked_twice,
     "raw features": lambda: item().find(item().init(), {"item": np.array([7])}),
     "features of other specs": lambda: other_collection().find(other_collection().init(), pack(np.array([7])).features),
     "plan of no lookup": lambda: update_with(plan=lambda collection, own, batch: collection.plan(batch.features)),
