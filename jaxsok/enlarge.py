@@ -26,7 +26,7 @@ GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number o
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
 
 Room = tuple[int | None, HostLimit | None]
-"""What `agree_on_room` returns."""
+"""Memory that stores can grow into: free bytes for a shard, and a device's share of host memory (`agree_on_room`)."""
 
 
 def next_capacity(

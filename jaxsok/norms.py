@@ -17,10 +17,11 @@ from jaxsok import annotations, table
 from jaxsok.exchange import Exchange, has_divided_bags
 from jaxsok.gradients import Arrived, Used, as_features, fold_arrivals, gradients_by_bag, join_features, scale_by_uses
 from jaxsok.kernels import combine as combine_kernels, plan as plan_kernels
+from jaxsok.plan import default_owners
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import NO_ROW, NUM_PARTITIONS
+from jaxsok.types import NO_ROW
 
 Squares: TypeAlias = Float32[Array, ""]
 """A sum of squares."""
@@ -50,8 +51,9 @@ def sum_by_row(
     # Rows are made distinct as keys are, with the row id in place of the key, and one owner for all.
     is_row = row_ids != jnp.uint32(NO_ROW)
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
-    owners, how = np.zeros(NUM_PARTITIONS, np.uint32), {"num_tiles": num_tiles, "num_shards": 1}
-    inverse = plan_kernels.plan_requests((as_keys, *batch), spec.table_words(), owners, **how).inverse
+    inverse = plan_kernels.plan_requests(
+        (as_keys, *batch), spec.table_words(), default_owners(1), num_tiles=num_tiles, num_shards=1
+    ).inverse
     if is_refused is not None:
         # Refused keys go to the last place, which no row uses: each of them leaves a place free.
         spare = row_ids.shape[0] - 1

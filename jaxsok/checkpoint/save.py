@@ -156,7 +156,7 @@ class Saving:
                 if not self._changed.wait(timeout=1.0) and not self._writes.is_set():
                     is_alive()
             if self._error is not None:
-                raise self._error  # of the writer: all processes then see one error, whichever thread is first
+                raise self._error  # the writer's own, so that all processes see one error, whichever thread is first
             self._queue.append(piece)
             self._held += piece.nbytes
             self.report.num_bytes += piece.nbytes
