@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -131,7 +132,9 @@ class _Stream:
 
     @functools.cached_property
     def _client(self) -> Any:
-        return connect(self.url)
+        client = connect(self.url)
+        weakref.finalize(self, client.close).atexit = False  # where `close` is not called, before sockets are collected
+        return client
 
     def url_now(self) -> str:
         """Returns a URL that also names the nodes a cluster has by now: the one that was named may have gone."""

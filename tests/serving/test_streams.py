@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -560,8 +561,8 @@ def test_a_version_that_several_publish_at_once_is_added_once(url, tmp_path):
     assert [entry.base for entry in there] == [None, there[0].uuid]
     # One that has sent all when a later version is there, too.
     assert training.publisher._make_room(training.first, there[0].uuid, None, 1, is_sent=True) is None
-    client = redis.Redis.from_url(url)
-    assert len(client.keys("jaxsok:{dlrm}:*")) == 2
+    with contextlib.closing(redis.Redis.from_url(url)) as client:
+        assert len(client.keys("jaxsok:{dlrm}:*")) == 2
     with serve(url, training) as session:
         assert serves(session, training)
 
@@ -829,6 +830,20 @@ def test_the_client_of_redis_gives_names_as_text(url):
     assert publisher._stream.positions() == {"a": "12-3"}
     with contextlib.closing(redis.Redis.from_url(url, protocol=3)) as client:
         assert client.xinfo_groups("jaxsok:{dlrm}")[0]["last-delivered-id"] in (b"12-3", "12-3")
+
+
+def test_a_publisher_that_goes_disconnects(url):
+    """A publisher that nothing holds any more has closed its connections before Python collects their sockets."""
+    publisher = streams.Publisher(url, "dlrm")
+    assert publisher._stream.entries() == []
+    client = publisher._stream._client
+    nodes = [node.redis_connection for node in client.get_nodes()] if hasattr(client, "get_nodes") else [client]
+    pools = [node.connection_pool for node in nodes if node is not None]
+    connections = [connection for pool in pools for connection in pool._available_connections]
+    assert any(connection.is_connected for connection in connections)
+    del publisher
+    gc.collect()
+    assert not any(connection.is_connected for connection in connections)
 
 
 def test_the_code_of_the_page(url, tmp_path):
