@@ -75,7 +75,7 @@ def measure(
         for name, optimizer in RUNS[: 1 if is_quick or num_devices > 1 else None]:
             workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scale(scale)
             workload = workload.on_devices(num_devices, "weak")
-            num_batches = 128 if is_quick else NUM_BATCHES // min(num_devices, 2)
+            num_batches = 160 if is_quick else NUM_BATCHES // min(num_devices, 2)
             ids = workloads.draw_batches(workload, "zipf1.05", num_batches, seed)
             on_device: dict[int, Timing] = {}
             for share in SHARES if num_devices == 1 else (None, SHARE_OF_MESHES):
@@ -165,7 +165,11 @@ class _Bench:
     def _time(
         self, carry: Any, batches: Sequence[Batch], ahead: LookAhead, per_call: int
     ) -> tuple[Any, Timing, dict[str, float]]:
-        """Times steps with keys of their own; also returns each step's moved rows. The first of two groups compiles."""
+        """Times steps with keys of their own; also returns each step's moved rows. The first of two groups compiles.
+
+        A time is between the ends of two groups of steps. The device has the steps of the next group before a group
+        ends, as it has in training: it never waits for the host to see that a group has ended.
+        """
         pairs = self._pairs(batches, ahead, per_call)
         step = (dlrm.step_of if per_call == 1 else dlrm.call_of)(self._collection)
 
@@ -174,17 +178,22 @@ class _Bench:
             out = None
             for batch, plan in itertools.islice(pairs, num_steps):
                 carry, out = step(carry, plan, batch["dense"], batch["label"])
-            return jax.block_until_ready((carry, out))
+            return out
 
         num_calls = len(batches) // per_call
         size = max(1, num_calls // 8)
-        run(2 * size)
-        before, times = self._counters(carry[0]), []
-        for _ in range(2 * size, num_calls - size, size):
-            start = time.perf_counter()
-            run(size)
-            times.append((time.perf_counter() - start) * 1e3 / (size * per_call))
-        num_steps = len(times) * size * per_call
+        jax.block_until_ready((run(2 * size), carry))
+        before, ends, under_way = self._counters(carry[0]), [], run(size)
+        num_groups = len(range(3 * size, num_calls - size, size))
+        for _ in range(num_groups):
+            following = run(size)
+            jax.block_until_ready(under_way)
+            ends.append(time.perf_counter())
+            under_way = following
+        jax.block_until_ready((under_way, carry))
+        ends.append(time.perf_counter())
+        times = [(end - start) * 1e3 / (size * per_call) for start, end in itertools.pairwise(ends)]
+        num_steps = (num_groups + 1) * size * per_call
         moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
         run(None)  # the last step leaves nothing in flight
         return carry, summary(times, size * per_call), moved
