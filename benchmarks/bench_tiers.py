@@ -15,6 +15,7 @@ Last result: 2026-11-29, H200 (docs/results/host_memory.md): with lookups ahead 
           throughput.
 """
 
+import collections
 import dataclasses
 import gc
 import itertools
@@ -56,6 +57,9 @@ half as many."""
 PER_CALL = 8
 """Steps of a call, where a call has several."""
 
+CALLS_UNDER_WAY = 3
+"""Calls that the device has while the host waits for the one before them."""
+
 AHEAD, CALLS = ", looked up ahead", ", eight steps a call"
 
 _FILL_IDS = 1 << 14
@@ -75,7 +79,7 @@ def measure(
         for name, optimizer in RUNS[: 1 if is_quick or num_devices > 1 else None]:
             workload = dataclasses.replace(workloads.on_mesh(name), num_rows=NUM_ROWS).scale(scale)
             workload = workload.on_devices(num_devices, "weak")
-            num_batches = 160 if is_quick else NUM_BATCHES // min(num_devices, 2)
+            num_batches = 256 if is_quick else NUM_BATCHES // min(num_devices, 2)
             ids = workloads.draw_batches(workload, "zipf1.05", num_batches, seed)
             on_device: dict[int, Timing] = {}
             for share in SHARES if num_devices == 1 else (None, SHARE_OF_MESHES):
@@ -167,35 +171,34 @@ class _Bench:
     ) -> tuple[Any, Timing, dict[str, float]]:
         """Times steps with keys of their own; also returns each step's moved rows. The first of two groups compiles.
 
-        A time is between the ends of two groups of steps. The device has the steps of the next group before a group
-        ends, as it has in training: it never waits for the host to see that a group has ended.
+        A time is between the ends of two groups of steps. The device has the next steps before a group ends, as it has
+        in training: it never waits for the host to see that a group has ended.
         """
         pairs = self._pairs(batches, ahead, per_call)
         step = (dlrm.step_of if per_call == 1 else dlrm.call_of)(self._collection)
 
-        def run(num_steps: int | None) -> Any:
+        def run(num_steps: int | None) -> Iterator[Any]:
             nonlocal carry
-            out = None
             for batch, plan in itertools.islice(pairs, num_steps):
                 carry, out = step(carry, plan, batch["dense"], batch["label"])
-            return out
+                yield out
 
         num_calls = len(batches) // per_call
         size = max(1, num_calls // 8)
-        jax.block_until_ready((run(2 * size), carry))
-        before, ends, under_way = self._counters(carry[0]), [], run(size)
-        num_groups = len(range(3 * size, num_calls - size, size))
-        for _ in range(num_groups):
-            following = run(size)
-            jax.block_until_ready(under_way)
-            ends.append(time.perf_counter())
-            under_way = following
+        jax.block_until_ready((list(run(2 * size)), carry))
+        num_timed = (num_calls - 2 * size - CALLS_UNDER_WAY - 1) // size * size  # one is left for the end
+        before = self._counters(carry[0])
+        under_way, ends = collections.deque(run(CALLS_UNDER_WAY)), [time.perf_counter()]
+        for number, out in enumerate(run(num_timed), start=1):
+            under_way.append(out)
+            jax.block_until_ready(under_way.popleft())
+            if number % size == 0:
+                ends.append(time.perf_counter())
         jax.block_until_ready((under_way, carry))
-        ends.append(time.perf_counter())
-        times = [(end - start) * 1e3 / (size * per_call) for start, end in itertools.pairwise(ends)]
-        num_steps = (num_groups + 1) * size * per_call
+        times = [(end - start) * 1e3 / (size * per_call) for start, end in itertools.pairwise(ends[1:])]
+        num_steps = (num_timed + CALLS_UNDER_WAY) * per_call
         moved = {name: (count - before[name]) / num_steps for name, count in self._counters(carry[0]).items()}
-        run(None)  # the last step leaves nothing in flight
+        collections.deque(run(None), maxlen=0)  # the last step leaves nothing in flight
         return carry, summary(times, size * per_call), moved
 
     def _counters(self, state: jaxsok.State) -> dict[str, int]:
