@@ -108,7 +108,7 @@ class Batches(grain.MapDataset):
         self._stream_samples = num_samples // streams
         self._length = (self._stream_samples + (0 if drop_remainder else self._of_stream - 1)) // self._of_stream
         if not self._length:
-            got = f"{batch_size} for {num_samples} samples"
+            got = f"{batch_size} for {num_samples} samples, {self._first} to {last}"
             raise ValueError(f"Batches: batch_size: got {got}, wanted at most as many.")
         if seed is not None and drop_remainder:
             self._stream_samples = self._length * self._of_stream
@@ -180,6 +180,9 @@ def iterate(
       >>> [batch["user"].tolist() for batch in iterate(batches.repeat(2))]
       [[0, 1], [2, 3], [0, 1], [2, 3]]
     """
+    if not isinstance(dataset, grain.MapDataset):
+        got = type(dataset).__name__
+        raise TypeError(f"iterate: dataset: got {got}, wanted Batches of a source, which may be mapped.")
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_ahead, num_threads))
     read = dataset.to_iter_dataset(options)
     if num_workers:

@@ -245,7 +245,7 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[_Piece]]
     if are_paths:
         paths, base = _paths_of(data)
         if all(path.endswith((".arrow", ".feather", ".ipc")) for path in paths):
-            return _ipc_pieces(paths)
+            return _ipc_pieces(paths, columns)
         if "://" in paths[0]:
             import pyarrow.fs
 
@@ -256,21 +256,76 @@ def _pieces_of(data: Any, columns: list[str] | None) -> tuple[Any, list[_Piece]]
             data = pa.dataset.dataset(found, filesystem=systems[0], partitioning="hive")
         else:
             data = _dataset_below(base, paths)
-    pieces = []
+    parts, types = [], _Types(columns)
     for fragment in data.get_fragments():
         if are_paths:  # a dataset of the caller's may want nulls for columns that a file does not have
             of_folders = [*pa.dataset.get_partition_keys(fragment.partition_expression)]
             _check_columns(fragment.path, fragment.physical_schema.names, of_folders, data.schema.names, columns)
+            types.add(fragment.path, fragment.physical_schema)
         is_parquet = isinstance(fragment, pa.dataset.ParquetFileFragment)
         for part in fragment.split_by_row_group() if is_parquet else [fragment]:
             num_rows = part.row_groups[0].num_rows if is_parquet else part.count_rows()
             where = (
                 f"{part.path}, row group {part.row_groups[0].id}" if is_parquet else str(getattr(part, "path", part))
             )
-            pieces.append(
-                _Piece(functools.partial(part.to_table, schema=data.schema, columns=columns), num_rows, where)
-            )
-    return data.schema, pieces
+            parts.append((part.to_table, num_rows, where))
+    schema = types.of(data.schema)
+    return schema, [
+        _Piece(functools.partial(read, schema=schema, columns=columns), num_rows, where)
+        for read, num_rows, where in parts
+    ]
+
+
+class _Types:
+    """The types to which the columns of all files are cast: no number changes."""
+
+    def __init__(self, columns: Sequence[str] | None):
+        self._columns = columns
+        self._found: dict[str, tuple[Any, str]] = {}  # the type so far, and a file that has it
+
+    def add(self, path: str, schema: Any) -> None:
+        """Adds those of a file. ValueError: a column has a type that does not go with those of the files before it."""
+        for field in schema:
+            if self._columns is not None and field.name not in self._columns:
+                continue
+            before, where = self._found.get(field.name, (field.type, path))
+            common = _common_type(before, field.type)
+            if common is None:
+                raise ValueError(
+                    f'ArrowSource: {path}: column "{field.name}": got {field.type}, wanted a type that goes with '
+                    f"{before} of {where}: integers and floats are widened, but not to 64 bits with and without a "
+                    "sign. Write the files with one type, or give pyarrow.dataset.dataset(paths, schema=...)."
+                )
+            self._found[field.name] = common, path if common == field.type else where
+
+    def of(self, schema: Any) -> Any:
+        """Returns a schema with these types."""
+        import pyarrow as pa
+
+        return pa.schema([field.with_type(self._found.get(field.name, (field.type,))[0]) for field in schema])
+
+
+def _common_type(one: Any, other: Any) -> Any:
+    """Returns the type that has the numbers of two others; None: there is none."""
+    import pyarrow as pa
+    from pyarrow import types
+
+    if one == other or types.is_null(other):
+        return one
+    if types.is_null(one):
+        return other
+    if types.is_dictionary(one) or types.is_dictionary(other):
+        return _common_type(*(kind.value_type if types.is_dictionary(kind) else kind for kind in (one, other)))
+    if all(types.is_list(kind) or types.is_large_list(kind) for kind in (one, other)):
+        inner = _common_type(one.value_type, other.value_type)
+        is_large = types.is_large_list(one) or types.is_large_list(other)
+        return None if inner is None else (pa.large_list if is_large else pa.list_)(inner)
+    are_floats = types.is_floating(one) and types.is_floating(other)
+    if not are_floats and not (types.is_integer(one) and types.is_integer(other)):
+        return None
+    if are_floats or types.is_signed_integer(one) == types.is_signed_integer(other):
+        return max(one, other, key=lambda kind: kind.bit_width)
+    return None if pa.uint64() in (one, other) else pa.int64()
 
 
 def _dataset_below(base: str, paths: Sequence[str]) -> Any:
@@ -308,10 +363,10 @@ def _check_columns(
         )
 
 
-def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[_Piece]]:
+def _ipc_pieces(paths: Sequence[str], columns: list[str] | None) -> tuple[Any, list[_Piece]]:
     import pyarrow as pa
 
-    schema, pieces = None, []
+    schema, batches, types = None, [], _Types(columns)
     first_field = pa.ipc.IpcReadOptions(included_fields=[0])  # of compressed files the others are not decoded
     for path in paths:
         with pa.memory_map(path) as file:
@@ -329,17 +384,24 @@ def _ipc_pieces(paths: Sequence[str]) -> tuple[Any, list[_Piece]]:
                 f"ArrowSource: {path}: got columns {of_file.names}, wanted {schema.names} as in {paths[0]}."
             )
         schema = schema or of_file
-        pieces += [
-            _Piece(functools.partial(_read_batch, path, number), size, path) for number, size in enumerate(sizes)
-        ]
-    return schema, pieces
+        types.add(path, of_file)
+        batches += [(path, number, size) for number, size in enumerate(sizes)]
+    schema = types.of(schema)
+    return schema, [
+        _Piece(functools.partial(_read_batch, path, number, schema, columns), size, path)
+        for path, number, size in batches
+    ]
 
 
-def _read_batch(path: str, number: int) -> Any:
+def _read_batch(path: str, number: int, schema: Any, columns: list[str] | None) -> Any:
     import pyarrow as pa
 
     with pa.memory_map(path) as file:
-        return pa.ipc.open_file(file).get_batch(number)
+        batch = pa.ipc.open_file(file).get_batch(number)
+    if batch.schema.types == schema.types:
+        return batch
+    names = schema.names if columns is None else columns
+    return pa.Table.from_batches([batch]).select(names).cast(pa.schema([schema.field(name) for name in names]))
 
 
 def _paths_of(data: Any) -> tuple[list[str], str]:

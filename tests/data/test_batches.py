@@ -60,6 +60,11 @@ def cases(draw):
 
 
 @hypothesis.given(case=cases(), epoch=st.integers(0, 3))
+def test_what_is_no_dataset_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"iterate: dataset: got ArraySource, wanted Batches of a source"):
+        iterate(ArraySource({"user": np.arange(4)}))
+
+
 def test_an_epoch_has_each_sample_at_most_once(case, epoch):
     """Batches are full, come from the samples between start and stop, and are as many as fit."""
     source, batch_size, options = case
@@ -225,7 +230,7 @@ def test_the_default_is_a_stream_for_each_process(monkeypatch):
     [
         ({"batch_size": 0}, "batch_size: got 0, wanted an integer of at least 1"),
         ({"batch_size": 4.0}, "batch_size: got 4.0"),
-        ({"batch_size": 101}, "batch_size: got 101 for 100 samples, wanted at most as many"),
+        ({"batch_size": 101}, "batch_size: got 101 for 100 samples, 0 to 100, wanted at most as many"),
         ({"start": 90, "stop": 95}, "batch_size: got 8 for 5 samples"),
         ({"start": 90, "stop": 80}, "batch_size: got 8 for 0 samples"),
         ({"start": 90, "stop": 90, "drop_remainder": False}, "batch_size: got 8 for 0 samples"),
