@@ -27,61 +27,70 @@ MOST_LINKS = 10_000  # a week of deltas, one a minute
 Path = str | os.PathLike[str]
 
 
-def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
+def chain_of(op: str, path: Path | Sequence[Path], argument: str = "path") -> list[Source]:
     """Returns the links of a chain, the full one first; a ValueError says which link is missing or does not follow."""
     if isinstance(path, (str, os.PathLike)):
-        links = [Source.of(op, pathlib.Path(path))]
-        while links[0].manifest["kind"] == "delta":
-            links.insert(0, _base_of(op, links[0]))
+        links = [Source.of(op, pathlib.Path(path), argument)]
+        known = {links[0].manifest["uuid"]}
+        while links[-1].manifest["kind"] == "delta":
+            links.append(_base_of(op, links[-1], argument))
+            uuid = links[-1].manifest["uuid"]
             # A base is known by its number, so the links of a circle would have numbers that no export writes.
-            if len(links) > MOST_LINKS or links[0].manifest["uuid"] in [link.manifest["uuid"] for link in links[1:]]:
+            if len(links) > MOST_LINKS or uuid in known:
                 raise ValueError(
-                    f'{op}: path: got "{path}", whose bases lead in a circle or through more than {MOST_LINKS} deltas, '
-                    f'the last of them to "{links[0].folder}", wanted a full export at the end; write one.'
+                    f'{op}: {argument}: got "{path}", whose bases lead in a circle or through more than {MOST_LINKS} '
+                    f'deltas, the last of them to "{links[-1].folder}", wanted a full export at the end; write one.'
                 )
+            known.add(uuid)
+        links.reverse()
     elif not isinstance(path, Sequence):
-        raise TypeError(f"{op}: path: got {type(path).__name__}, wanted a path, or those of a chain in order.")
+        raise TypeError(
+            f"{op}: {argument}: got {type(path).__name__}, wanted a path, or those of a chain in order; of a future, "
+            "its result()."
+        )
     else:
-        links = [Source.of(op, pathlib.Path(link)) for link in path]
+        links = [Source.of(op, pathlib.Path(link), argument) for link in path]
         if not links:
-            raise ValueError(f"{op}: path: got no folders, wanted a full export and its deltas, in order.")
+            raise ValueError(f"{op}: {argument}: got no folders, wanted a full export and its deltas, in order.")
     if links[0].manifest["kind"] == "delta":
-        raise ValueError(f'{op}: path: got the delta "{links[0].folder}" first, wanted the full export it rests on.')
+        raise ValueError(
+            f'{op}: {argument}: got the delta "{links[0].folder}" first, wanted the full export it rests on.'
+        )
     for before, link in itertools.pairwise(links):
-        check_link(op, link, before.manifest["uuid"], f'"{before.folder}"')
+        check_link(op, link, before.manifest["uuid"], f'"{before.folder}"', argument)
     return links
 
 
-def _base_of(op: str, delta: Source) -> Source:
+def _base_of(op: str, delta: Source, argument: str) -> Source:
     """Opens the export that a delta rests on, as near to it, or to a link to it, as when the delta was written."""
     parents = delta.folder.absolute().parent, delta.folder.resolve().parent
     folders = [(parent / delta.manifest["base_path"]).resolve() for parent in parents]
     folder = next((folder for folder in folders if (folder / manifest_lib.NAME).exists()), folders[0])
     if not (folder / manifest_lib.NAME).exists():
         raise ValueError(
-            f'{op}: path: got the delta "{delta.folder}" alone, whose base "{folder}" is not there; give all '
+            f'{op}: {argument}: got the delta "{delta.folder}" alone, whose base "{folder}" is not there; give all '
             "links in order, the full export first."
         )
     base = Source.of(op, folder)
     if base.manifest["uuid"] != delta.manifest["base"]:
         raise ValueError(
-            f'{op}: path: got the delta "{delta.folder}", which rests on {delta.manifest["base"]}, wanted that in '
-            f'"{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written again; '
-            "give all links in order, the full export first."
+            f'{op}: {argument}: got the delta "{delta.folder}", which rests on {delta.manifest["base"]}, wanted that '
+            f'in "{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written '
+            "again; give all links in order, the full export first."
         )
     return base
 
 
-def check_link(op: str, link: Source, uuid: str, before: str) -> None:
+def check_link(op: str, link: Source, uuid: str, before: str, argument: str = "path") -> None:
     """Refuses what is not a delta on the export `uuid`, which messages call `before`."""
     manifest = link.manifest
     if manifest["kind"] != "delta":
         raise ValueError(
-            f'{op}: path: got "{link.folder}", a {manifest["kind"]} export, wanted a delta after {before}.'
+            f'{op}: {argument}: got "{link.folder}", a {manifest["kind"]} export, wanted a delta after {before}.'
         )
     if manifest["base"] != uuid:
         raise ValueError(
-            f'{op}: path: got the delta "{link.folder}", which rests on {manifest["base"]} '
+            f'{op}: {argument}: got the delta "{link.folder}", which rests on {manifest["base"]} '
             f'("{manifest["base_path"]}"), after {before}, which is {uuid}; apply deltas in '
             "order, and none of them twice."
         )

@@ -124,8 +124,9 @@ def export_delta(
     Example:
       `export_delta("tuesday", collection, state, base="monday")`, then `load(["monday", "tuesday"], collection)`
     """
-    options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _begin_export("export_delta", path, collection, state, base, options, clock, keeps_keys=keeps_keys)()
+    options, op = SaveOptions(compression, host_bytes, piece_bytes), "export_delta"
+    _require_base(op, base)
+    return _begin_export(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys)()
 
 
 def begin_export_delta(
@@ -163,6 +164,7 @@ def begin_export_delta(
         )
     options = SaveOptions(compression, host_bytes, piece_bytes)
     op = "begin_export_delta"
+    _require_base(op, base)
     finish = _begin_export(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys)
     pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.export")
     exported = pool.submit(finish)
@@ -170,11 +172,28 @@ def begin_export_delta(
     return exported
 
 
+def _require_base(op: str, base: object) -> None:
+    if base is None:
+        raise TypeError(
+            f"{op}: base: got None, wanted a folder, or what an export returned; export_full begins a chain."
+        )
+
+
 def _open_base(
-    op: str, collection: Collection, state: State, base: Path | Sequence[Path] | Exported, clock: int | None
+    op: str,
+    collection: Collection,
+    state: State,
+    base: Path | Sequence[Path] | Exported,
+    clock: int | None,
+    *,
+    has_keys: bool,
 ) -> list[Source]:
-    """Opens the chain that a delta rests on; refuses what is not a base of this state."""
-    chain = chain_of(op, base.path if isinstance(base, Exported) else base)
+    """Opens the chain that a delta rests on, or, if the base has its keys, only its last link.
+
+    Refuses what is not a base of this state.
+    """
+    folder = base.path if isinstance(base, Exported) else base
+    chain = [Source.of(op, folder, "base")] if has_keys else chain_of(op, folder, "base")
     last = chain[-1].manifest
     if isinstance(base, Exported) and last["uuid"] != base.uuid:
         raise ValueError(
@@ -216,15 +235,15 @@ def _begin_export(
             )
     check_placed(op, collection, state)
     final, chain, rests_on = pathlib.Path(os.path.abspath(path)), [], None  # a writer may go on after os.chdir
+    # Processes have rows of their own, and all of them must look for the same keys.
+    kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
     if base is not None:
         with processes.fail_together(op):
-            chain = _open_base(op, collection, state, base, clock)
+            chain = _open_base(op, collection, state, base, clock, has_keys=kept is not None)
         last, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder.resolve(), final.parent.resolve())
         rests_on = {"base": last["uuid"], "base_path": base_path, "since": last["clock"]}
     # Each process writes the rows of its own shards.
     processes.require_same(op, [f"clock: {clock}", f"bases: {[source.manifest['uuid'] for source in chain]}"])
-    # Processes have rows of their own, and all of them must look for the same keys.
-    kept = base.keys if isinstance(base, Exported) and jax.process_count() == 1 else None
     token = processes.draw_words(op, is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder, saving = published.unfinished_path(final, token), None
     try:
@@ -238,6 +257,8 @@ def _begin_export(
                     LOG.warning(text + "died; remove those that no process writes.", op, final, others)
                 folder.mkdir(parents=True)
             moved = kept.compare(collection, state) if kept else None
+            if isinstance(base, Exported) and kept and moved is None:  # of other tables, or the state was restored
+                chain = chain_of(op, base.path, "base")
             keys = KeysByRow.of(collection, state) if keeps_keys and moved is None else None
         if kept and moved is not None:
             gone = kept.find_gone(op, collection, state, moved)

@@ -46,7 +46,8 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
         return
     raise ValueError(
         f'{op}: base: got "{folder}", exported by a state (lineage {saved["word"]}) that this one ({life.name}) did '
-        "not come from: it was restored from before it, or initialized again, and rows would be missing in a delta. "
+        "not come from: it was restored from before it, initialized again, or restored with another "
+        'optimizer_state than "require", and rows would be missing in a delta. '
         "Wanted a base that this state was restored from, or an export of before that or since; write a full export."
     )
 

@@ -80,13 +80,13 @@ def join_parts(op: str, folder: Any) -> None:
     temporary.rename(folder / NAME)
 
 
-def read(op: str, folder: Any) -> dict[str, Any]:
+def read(op: str, folder: Any, argument: str = "path") -> dict[str, Any]:
     """Reads and checks a folder's manifest; a missing, a damaged and a newer one have errors of their own."""
     path = folder / NAME
     if not path.exists():
         raise FileNotFoundError(
-            f'{op}: path: got "{folder}", which has no {NAME}, wanted a folder of saved tables; a save that did not '
-            "end leaves none."
+            f'{op}: {argument}: got "{folder}", which has no {NAME}, wanted a folder of saved tables; a save that did '
+            "not end leaves none."
         )
     return _read(op, path, _WHOLE)
 

@@ -6,6 +6,7 @@ have keys of its shards' partitions.
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,11 @@ def apply_delta(
     with processes.fail_together(op):
         check_placed(op, collection, state)  # None too: it would begin a new state
         source = Source.of(op, pathlib.Path(path))
-        is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
-        before = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
+        is_path = not isinstance(after, str) or re.fullmatch("[0-9a-f]{32}", after) is None
+        if is_path or (pathlib.Path(after) / manifest_lib.NAME).exists():
+            before = Source.of(op, pathlib.Path(after), "after").manifest["uuid"]
+        else:
+            before = after
         check_link(op, source, before, f'"{after}"')
     return restore([source], collection, state, tables, optimizer_state, clock, follows=True)
 

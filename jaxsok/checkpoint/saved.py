@@ -31,8 +31,8 @@ class Source:
     manifest: dict[str, Any]
 
     @classmethod
-    def of(cls, op: str, folder: Any) -> "Source":
-        return cls(op, folder, manifest_lib.read(op, folder))
+    def of(cls, op: str, folder: Any, argument: str = "path") -> "Source":
+        return cls(op, folder, manifest_lib.read(op, folder, argument))
 
     def form(self, table: str) -> TableForm:
         return TableForm.from_json(self.manifest["tables"][table]["form"])

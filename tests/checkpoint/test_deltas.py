@@ -170,6 +170,32 @@ def test_a_link_that_is_lost_is_named(chain, tmp_path):
         checkpoint.load(tmp_path / "alone", collection_of(tables_of(), 2))
 
 
+@pytest.mark.parametrize("name", ["export_delta", "begin_export_delta"])
+def test_what_is_no_base_is_refused_by_that_name(chain, tmp_path, name):
+    """Nothing is written."""
+    collection = collection_of(tables_of(), 4)
+    state = collection.init()
+    for base, kind, message in (
+        (None, TypeError, "base: got None, wanted a folder, or what an export returned; export_full begins a chain"),
+        (7, TypeError, "base: got int, wanted a path.* of a future, its result"),
+        ([], ValueError, "base: got no folders"),
+        (tmp_path / "nowhere", FileNotFoundError, 'base: got ".*nowhere", which has no manifest.json'),
+        (chain[0][1:], ValueError, 'base: got the delta ".*first" first'),
+    ):
+        with pytest.raises(kind, match=f"^{name}: {message}"):
+            getattr(checkpoint, name)(tmp_path / "written", collection, state, base)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_mistyped_path_of_what_a_state_holds_is_no_number_of_an_export(chain, tmp_path):
+    paths, *_ = chain
+    collection = collection_of(tables_of(), 2)
+    state = checkpoint.load(paths[0], collection)
+    for after in (str(tmp_path / "ful"), tmp_path / "ful"):
+        with pytest.raises(FileNotFoundError, match=r'apply_delta: after: got ".*ful", which has no manifest\.json'):
+            checkpoint.apply_delta(paths[1], collection, state, after=after)
+
+
 def reseal(folder, **values):
     """Writes other values into a manifest, with a valid checksum."""
     path = folder / "manifest.json"
@@ -895,6 +921,7 @@ def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices, monkeypatc
     collection = two(num_devices)
     state = train(collection, collection.init(seed=1), 1)
     base = checkpoint.export_full(tmp_path / "full", collection, state, keeps_keys=True)
+    shutil.copytree(base.path, tmp_path / "kept")
     keys = content(collection, state)["user.keys"]
     state, _ = collection.erase(state, "user", keys[::2])
     others = np.arange(10**6, 10**6 + 100, dtype=np.uint64)  # some take the rows of keys that left
@@ -906,10 +933,16 @@ def test_a_base_that_kept_its_keys_is_not_read(tmp_path, num_devices, monkeypatc
     read = checkpoint.export_delta(tmp_path / "read", collection, state, base.path)
     gone = set(keys[6::2].tolist())
     assert gone and read.num_tombstones == {"user": len(gone), "item": base.num_rows["item"]}
-    for file in base.path.glob("*.arrow"):
+    between = checkpoint.export_delta(tmp_path / "between", collection, state, base, keeps_keys=True)
+    for file in base.path.glob("*"):
         file.write_bytes(b"")
     with pytest.raises(checkpoint.CorruptFileError):
-        checkpoint.export_delta(tmp_path / "fails", collection, state, base.path)
+        checkpoint.export_delta(tmp_path / "fails", collection, state, between.path)
+    later = checkpoint.export_delta(tmp_path / "later", collection, state, between)
+    assert later.num_tombstones == {"user": 0, "item": 0}  # of a chain only the last manifest was read
+    shutil.copytree(tmp_path / "kept", base.path, dirs_exist_ok=True)
+    for file in base.path.glob("*.arrow"):
+        file.write_bytes(b"")
     compared = checkpoint.export_delta(tmp_path / "compared", collection, state, base)
     assert compared.keys is None and compared.num_tombstones == read.num_tombstones
     assert compared.num_rows == read.num_rows
