@@ -126,7 +126,7 @@ class Collection:
         self.stores: tuple[StoreSpec, ...] = specs_lib.group_into_stores(
             self.tables, num_shards, specs_lib.bag_tables(self.features)
         )
-        declaration.check_stores(self.stores, self.features, self.exchange, num_shards)
+        declaration.check_stores("Collection", self.stores, self.features, self.exchange, num_shards)
         self.fingerprint: str = specs_lib.fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]

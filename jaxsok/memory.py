@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsok import checks, raw_features, specs as specs_lib
+from jaxsok import checks, declaration, raw_features, specs as specs_lib
 from jaxsok.checks import not_none
 from jaxsok.enlarge import next_capacity
 from jaxsok.exchange import default_send_capacity
@@ -37,7 +37,7 @@ from jaxsok.printed import format_bytes, format_columns, name_devices
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, bag_tables, group_into_stores
 from jaxsok.store import host_row_bytes, num_buckets_of, row_bytes, staged_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
-from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
+from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_ROWS, NUM_PARTITIONS
 
 MEMORY_FRACTION = 0.75  # XLA's default share of a GPU, see XLA_CLIENT_MEM_FRACTION
 
@@ -222,7 +222,7 @@ def _with_capacities(spec: StoreSpec, capacities: Sequence[int]) -> StoreSpec:
     if spec.memory is None:
         return spec
     pairs = zip(spec.tables, capacities, strict=True)
-    tables = tuple(dataclasses.replace(table, capacity=min(max(1, rows), MAX_CAPACITY)) for table, rows in pairs)
+    tables = tuple(dataclasses.replace(table, capacity=min(max(1, rows), MAX_ROWS)) for table, rows in pairs)
     return dataclasses.replace(spec, tables=tables)
 
 
@@ -274,6 +274,7 @@ def memory_estimate(
     op = "memory_estimate"
     specs_lib.check_declarations(op, tables, features, num_shards, exchange)
     stores = group_into_stores(tables, int(num_shards), bag_tables(features))
+    declaration.check_stores(op, stores, features, exchange or ExchangeSpec(), int(num_shards))
     sizes = _sizes(features, num_samples, keys_per_step, num_shards)
     parts = [raw_features.shapes_of(store, features if sizes else (), sizes) for store in stores]
     device = {"device_bytes": device_bytes, "memory_fraction": memory_fraction}

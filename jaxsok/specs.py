@@ -23,6 +23,7 @@ from jaxsok.types import (
     COMBINERS,
     MAX_CAPACITY,
     MAX_DIM,
+    MAX_ROWS,
     MAX_SLABS,
     MAX_STATES,
     NO_ROW,
@@ -87,8 +88,11 @@ def _refuse_unknown_arguments(others: Mapping[str, Sequence[str]]) -> Callable[[
     return decorate
 
 
-_ROWS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind": "an integer"}
-"""Limits for numbers of rows and of keys."""
+_ROWS = {"low": 1, "high": MAX_ROWS, "wanted": f"1 to {MAX_ROWS}", "kind": "an integer"}
+"""Limits for numbers of rows on all shards; those of a shard depend on how many there are (declaration.py)."""
+
+_KEYS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind": "an integer"}
+"""Limits for numbers of keys."""
 
 
 def _describe_non_optimizer(value: object) -> str:
@@ -135,7 +139,7 @@ def on(device: int) -> Placement:
 def _device_rows(what: str, value: Any) -> int | float:
     if isinstance(value, (float, np.floating)):
         return checks.number(what, value, checks.ABOVE_ZERO, 1, "a share above 0, at most 1.0")
-    return checks.integer(what, value, 0, MAX_CAPACITY, f"rows, 0 to {MAX_CAPACITY}, or a share of the capacity")
+    return checks.integer(what, value, 0, MAX_ROWS, f"rows, 0 to {MAX_ROWS}, or a share of the capacity")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,7 +197,7 @@ class ExchangeSpec:
     """Dtype of rows on the wire: float32, bfloat16, float16 or float8_e4m3fn; None: that of the table's rows."""
     gradients: str | None = checks.declare(None, checks.one_of, **_ON_WIRE)
     """Dtype of row gradients on the wire, likewise; None: float32."""
-    send_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
+    send_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_KEYS)
     """Keys for one destination in one round, of each store, where no plan says better; None: a quarter more than
     uniform owners need."""
     wire: Literal["auto", "dense", "window"] = checks.declare(
@@ -371,10 +375,10 @@ class FeatureSpec:
     """The operation that makes a bag's embedding of its rows; None: every key keeps its own row."""
     weighted: bool = checks.declare(False, checks.flag)
     """True if each key comes with a float32 weight."""
-    max_keys: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
+    max_keys: int | None = checks.declare(None, checks.optional(checks.integer), **_KEYS)
     """Keys of a ragged batch at most: the static size of its buffer, on a mesh shared out evenly among the shards.
     None: each batch's next power of two."""
-    max_hotness: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
+    max_hotness: int | None = checks.declare(None, checks.optional(checks.integer), **_KEYS)
     """The width of the embedding `[num_bags, max_hotness, dim]`, in place of `[max_keys, dim]`, for combiner None and
     ragged bags."""
     key_dtype: Literal["int64", "int32"] = checks.declare(

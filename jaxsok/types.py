@@ -31,6 +31,9 @@ NUM_PARTITIONS: int = 4096
 MAX_CAPACITY: int = 2**31 - 1
 """Row ids stay below 2**31 per shard."""
 
+MAX_ROWS: int = 2**40
+"""The most rows that a table may declare, on all shards together."""
+
 ENTRIES_PER_BUCKET: int = 4
 BUCKET_WORDS: int = 16
 RECORD_WORDS: int = 4

@@ -84,12 +84,12 @@ def test_a_share_is_of_the_shards_capacity_and_no_cache_is_larger_than_its_store
 @pytest.mark.parametrize(
     ("device_rows", "text"),
     [
-        (-1, "device_rows: got -1, wanted rows, 0 to 2147483647, or a share of the capacity"),
+        (-1, "device_rows: got -1, wanted rows, 0 to 1099511627776, or a share of the capacity"),
         (0.0, "device_rows: got 0.0, wanted a share above 0, at most 1.0"),
         (1.5, "device_rows: got 1.5, wanted a share above 0, at most 1.0"),
         (float("nan"), "device_rows: got nan, wanted a share above 0, at most 1.0"),
-        (True, "device_rows: got True, wanted rows, 0 to 2147483647, or a share of the capacity"),
-        ("all", "device_rows: got 'all', wanted rows, 0 to 2147483647, or a share of the capacity"),
+        (True, "device_rows: got True, wanted rows, 0 to 1099511627776, or a share of the capacity"),
+        ("all", "device_rows: got 'all', wanted rows, 0 to 1099511627776, or a share of the capacity"),
     ],
 )
 def test_wrong_caches(device_rows, text):

@@ -269,6 +269,31 @@ def test_largest_capacities_end_with_the_row_ids():
     assert 1.99 * 2**31 < rows["user"] < 2**32
 
 
+def test_a_table_has_more_rows_than_a_shard_may_have():
+    """Row ids bound the rows of a shard, not those of all shards together."""
+    declared = dataclasses.replace(table("user", 64), capacity=10**10, max_capacity=2 * 10**10)
+    (store,) = memory_estimate([declared], num_shards=8).stores
+    assert 1.25e9 < store.capacity < 1.26e9
+    (spec,) = programs.over(8, [declared], [FeatureSpec("user", "user")]).stores
+    assert (spec.capacity, spec.max_capacity) == (store.capacity, 2**31 - 1)
+    wanted = r"capacity: got 10000000000 rows of a shard in store 0, wanted at most 2147483647; use more shards\."
+    for op, declare in (("memory_estimate", memory_estimate), ("Collection", lambda of: jaxsok.Collection(of, []))):
+        with pytest.raises(ValueError, match=rf"{op}: tables \['user'\]: {wanted}"):
+            declare([declared])
+
+
+def test_a_limit_beyond_the_row_ids_limits_nothing_less():
+    """A small table with such a limit grows, and its rows stay."""
+    tables = [dataclasses.replace(table("user", 4), capacity=16, max_capacity=10**10)]
+    collection = programs.over(2, tables, [FeatureSpec("user", "user")])
+    state = collection.init(seed=0)
+    for first in range(0, 256, 64):
+        batch = collection.batch({"user": np.arange(first, first + 64)})
+        state = collection.grow(state, batch)
+        _, state, _ = collection.lookup(state, batch.features)
+    assert collection.num_rows(state) == {"user": 256}
+
+
 def test_device_bytes():
     """A fraction of a device is the memory that XLA gives to arrays."""
     estimate = memory_estimate([table("user", 64)], device_bytes=80 << 30)
