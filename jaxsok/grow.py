@@ -71,7 +71,7 @@ def grow(
         growth = _Growth.of(bounds, state, seen)
         evicting |= growth.evicting
     if decided.is_blind or (evicting and (state.ahead or is_ahead)):
-        held.state = dataclasses.replace(state, drains="until grow")
+        held.state = state.drain_for_grow()
     elif evicting:
         # Before anything changes: `hand_over` is the caller's, and may fail.
         evicting |= _mark_used(tracker, state, untaken or coming, decided.full)
@@ -86,7 +86,7 @@ def grow(
     elif not (rests or tracker.under_way) and (bounds.is_due or bounds.is_any_half_used()):
         summary = request_counters(held.state, shards)
         tracker.under_way.append((summary, list(tracker.allowed)))
-    if untaken is not None and not (is_ahead and held.state.drains):
+    if untaken is not None and (held.state.looks_ahead or not is_ahead):
         if decided.looking and summary is None:
             summary = request_counters(held.state, shards)
         _take(tracker, untaken, decided.looking, summary)

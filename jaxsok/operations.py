@@ -154,9 +154,9 @@ def grow(
     now = clock_of("grow", clock)
     evict_lib.check_hand_over("grow", hand_over)
     own = collection.growth.extrapolate(steps) if batch is None else coming_of(collection, batch, steps)
-    if state.drains == "until grow" and not state.ahead:
-        state = dataclasses.replace(state, drains=False)
-    following = () if state.drains else following_of(collection, state, batch)
+    if state.awaits_grow and not state.ahead:
+        state = dataclasses.replace(state, awaits_grow=False)
+    following = following_of(collection, state, batch) if state.looks_ahead else ()
     if batch is None and not following and not any(own.positions):
         collection.growth.warn_once(
             "batch",
@@ -179,7 +179,7 @@ def grow(
             try:
                 make_room(own, is_ahead=True, untaken=untaken, is_missed=is_missed)
             except MemoryError:  # there is room for this step; without lookups ahead the next one would raise
-                held.state = dataclasses.replace(held.state, drains="until grow")
+                held.state = held.state.drain_for_grow()
     return held.state
 
 
@@ -476,8 +476,9 @@ def check_state(op: str, collection: Declared, state: State) -> None:
     # state, and growing the index, so it is enough to check these two of each store.
     if any(is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
         raise ValueError(
-            f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
-            "the one that this call returned, as in state = collection.grow(state, batch)."
+            f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow, assign, "
+            "erase, clear, evict or an import; wanted the one that this call returned, as in state = "
+            "collection.grow(state, batch)."
         )
 
     for spec, store in zip(collection.stores, state.stores, strict=True):

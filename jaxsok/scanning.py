@@ -53,7 +53,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, unr
       Array(6, dtype=uint32)
     """
     nodes = jax.tree.leaves(init, is_leaf=lambda node: isinstance(node, State))
-    if any(isinstance(node, State) and node.drains for node in nodes):
+    if any(isinstance(node, State) and not node.looks_ahead for node in nodes):
         xs = jax.tree.map(_without_following, xs, is_leaf=lambda node: isinstance(node, Plan))
     first = jax.tree.map(lambda stacked: stacked[0], xs)
     after, _ = jax.eval_shape(step, init, first)

@@ -64,7 +64,7 @@ class Steps:
         """Looks up a batch, or takes its lookup in flight out of the state, then the following batches."""
         lands_exact = bool(state.ahead) and state.ahead[0].embeddings is None
         embeddings, state, plan = self._land(state, plan) if state.ahead else self._look_up(state, plan, clock)[:3]
-        following_plans = () if state.drains else plan.following[len(state.ahead) :]
+        following_plans = plan.following[len(state.ahead) :] if state.looks_ahead else ()
         if lands_exact and (plan.staleness or not following_plans):
             state = dataclasses.replace(state, stores=tuple(map(tiers.finish_moves, state.stores)))
         for following in following_plans:

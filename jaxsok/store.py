@@ -6,7 +6,7 @@ each array of a store is split along its first dimension, and a shard's part is 
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,17 +125,28 @@ class State:
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
     ahead: tuple[Any, ...] = ()
     """Lookups in flight (`plan.InFlight`), oldest first: those of batches whose steps are to come."""
-    drains: Literal[False, True, "until grow"] = dataclasses.field(default=False, metadata={"static": True})
-    """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`); with "until grow" until
-    `grow` finds none, which may come after several steps."""
+    drains: bool = dataclasses.field(default=False, metadata={"static": True})
+    """True makes steps look nothing up ahead until no lookup is in flight (`Collection.drain`)."""
+    awaits_grow: bool = dataclasses.field(default=False, metadata={"static": True})
+    """True makes them look nothing up ahead until `grow` finds none in flight, which may come after several steps."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if steps look up the batches that follow."""
+        return not (self.drains or self.awaits_grow)
 
     def drain(self) -> "State":
-        """Returns the state whose steps look nothing up ahead; a drain until `grow` stays one."""
-        return dataclasses.replace(self, drains=self.drains or True)
+        """Returns the state whose steps look nothing up ahead."""
+        # What is in flight is drained for `grow` already. Another mark would ask for another program.
+        return self if self.awaits_grow and self.ahead else dataclasses.replace(self, drains=True)
+
+    def drain_for_grow(self) -> "State":
+        """Returns the state whose steps look nothing up ahead until `grow` finds nothing in flight."""
+        return dataclasses.replace(self, drains=False, awaits_grow=True)
 
     def end_step(self) -> "State":
         """Returns the state at the end of a step, updated or not: draining ends when no lookup is in flight."""
-        return self if self.ahead or self.drains == "until grow" else dataclasses.replace(self, drains=False)
+        return self if self.ahead else dataclasses.replace(self, drains=False)
 
     def __repr__(self) -> str:
         """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""

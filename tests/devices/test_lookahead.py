@@ -399,6 +399,24 @@ def test_a_full_table_evicts_where_grow_is_called_for_two_steps(form, options, d
     assert np.asarray(collection.contains(state, "user", last)).all()
 
 
+@pytest.mark.parametrize("options, ahead", [({"lookahead": 1}, 1), ({"staleness": 3}, 3)], ids=str)
+def test_a_drain_before_grow_is_kept_where_the_state_has_drained_for_an_eviction(options, ahead):
+    """The loop of docs/lookups_ahead.md: `drain`, `grow`, the step, and an operation that needs a drained state."""
+    spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=256, max_capacity=256, eviction=LRU)
+    collection, num_found = jaxsok.Collection([spec], FEATURES[:1]), 0
+    raws, state = [{"user": np.arange(16) + 8 * step} for step in range(80)], collection.init(seed=0)
+    for number, (batch, plan) in enumerate(collection.pipeline(raws, **options), start=1):
+        if number % 4 == 0 or number % 4 > 4 - ahead:
+            state = collection.drain(state)
+        state = collection.grow(state, batch)
+        state, _, stats = step_of(collection)(state, plan)
+        stats.check()
+        if number % 4 == 0:
+            _, found = collection.find(state, batch.features)
+            num_found += found.to_dict()["user"]["num_found"]
+    assert num_found == 20 * 16 and collection.growth.num_evictions > 3
+
+
 def test_growth_for_several_steps_asks_for_no_more_where_no_row_leaves():
     spec = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(0.5), capacity=40 * NUM_SAMPLES)
     collection = jaxsok.Collection([spec], FEATURES[:1])
