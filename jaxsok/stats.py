@@ -157,7 +157,9 @@ class Stats:
                 f"update: plan: got {misused} plans that are not open in this state ({stale} uses), wanted plans whose "
                 "lookup this state came from, each in one update only, at most 255 lookups later; they changed "
                 "nothing. Pass on the state that lookup returns: `embeddings, state, plan = collection.lookup(state, "
-                "...)`, then `state, stats = collection.update(state, plan, ...)`."
+                "...)`, then `state, stats = collection.update(state, plan, ...)`. With lookups ahead, step each "
+                "batch that the pipeline hands out, and go on with the same pipeline; before another one, call "
+                "collection.drain(state)."
             )
         num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
         refused, also = [], ""

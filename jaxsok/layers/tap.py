@@ -85,6 +85,7 @@ class Asked:
     @classmethod
     def of(cls, collection: Collection, features: Features | Plan) -> "Asked":
         """Records what a lookup reads."""
+        check_features("lookup", collection, features.features if isinstance(features, Plan) else features)
         leaves, structure = jax.tree.flatten(features)
         return cls(collection, structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 

@@ -738,6 +738,9 @@ def test_errors():
         lambda: layers.zero_taps(model, variables, foreign),
     ):
         assert "collection with other specs" in message(ValueError, call)
+    assert "lookup: features: got dict, wanted Features" in message(
+        TypeError, lambda: layers.zero_taps(model, variables, {"user": np.arange(8)})
+    )
     wrong = {**variables, "sparse_taps": layers.zero_taps(model, variables, small.features)}
     assert "got a tap of float32[4, 2, 3], wanted that of its embedding, float32[8, 2, 3]" in message(
         ValueError, lambda: apply(wrong)

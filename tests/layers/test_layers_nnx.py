@@ -949,6 +949,9 @@ def test_errors_of_a_step_change_nothing(mode):
     assert "collection with other specs" in message(
         ValueError, lambda: layers.value_and_grad(lambda model: jnp.sum(model(foreign)))(model)
     )
+    assert "lookup: features: got dict, wanted Features" in message(
+        TypeError, lambda: layers.value_and_grad(lambda model: jnp.sum(model({"user": np.arange(8)})))(model)
+    )
     assert "value_and_grad: model: got one without" in message(
         ValueError, lambda: layers.value_and_grad(lambda out: out(jnp.ones(cases.WIDTH)).sum())(model.out)
     )
