@@ -59,12 +59,12 @@ def cases(draw):
     return JoinedSource(parts), batch_size, options
 
 
-@hypothesis.given(case=cases(), epoch=st.integers(0, 3))
 def test_what_is_no_dataset_is_refused_by_name():
     with pytest.raises(TypeError, match=r"iterate: dataset: got ArraySource, wanted Batches of a source"):
         iterate(ArraySource({"user": np.arange(4)}))
 
 
+@hypothesis.given(case=cases(), epoch=st.integers(0, 3))
 def test_an_epoch_has_each_sample_at_most_once(case, epoch):
     """Batches are full, come from the samples between start and stop, and are as many as fit."""
     source, batch_size, options = case
