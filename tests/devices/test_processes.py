@@ -301,7 +301,7 @@ ERRORS = {
     "sync: clocks": (0, "ValueError: TablesSave: clock: got 1 in process 1 and 0 in process 0"),
     "export: elsewhere": (1, "FileNotFoundError: export_full: path: got "),
     "delta: base": (1, "CorruptFileError: export_delta: file "),
-    "delta: nowhere": (1, "FileNotFoundError: export_delta: path: got "),
+    "delta: nowhere": (1, "FileNotFoundError: export_delta: base: got "),
     "load: rows": (1, "CorruptFileError: load: file "),
     "load: nowhere": (1, "FileNotFoundError: load: path: got "),
     "load: live": (1, "CorruptFileError: load: file "),
