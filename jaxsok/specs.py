@@ -88,10 +88,14 @@ def _refuse_unknown_arguments(others: Mapping[str, Sequence[str]]) -> Callable[[
     return decorate
 
 
-_ROWS = {"low": 1, "high": MAX_ROWS, "wanted": f"1 to {MAX_ROWS}", "kind": "an integer"}
+def _from_1_to(most: int) -> dict[str, Any]:
+    return {"low": 1, "high": most, "wanted": f"1 to {most}", "kind": "an integer"}
+
+
+_ROWS = _from_1_to(MAX_ROWS)
 """Limits for numbers of rows on all shards; those of a shard depend on how many there are (declaration.py)."""
 
-_KEYS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind": "an integer"}
+_KEYS = _from_1_to(MAX_CAPACITY)
 """Limits for numbers of keys."""
 
 

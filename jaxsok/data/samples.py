@@ -310,22 +310,25 @@ def _common_type(one: Any, other: Any) -> Any:
     import pyarrow as pa
     from pyarrow import types
 
-    if one == other or types.is_null(other):
+    if one == other:
         return one
-    if types.is_null(one):
-        return other
-    if types.is_dictionary(one) or types.is_dictionary(other):
-        return _common_type(*(kind.value_type if types.is_dictionary(kind) else kind for kind in (one, other)))
-    if all(types.is_list(kind) or types.is_large_list(kind) for kind in (one, other)):
-        inner = _common_type(one.value_type, other.value_type)
-        is_large = types.is_large_list(one) or types.is_large_list(other)
-        return None if inner is None else (pa.large_list if is_large else pa.list_)(inner)
-    are_floats = types.is_floating(one) and types.is_floating(other)
-    if not are_floats and not (types.is_integer(one) and types.is_integer(other)):
+    one, other = (kind.value_type if types.is_dictionary(kind) else kind for kind in (one, other))
+    try:
+        schemas = [pa.schema([("column", kind)]) for kind in (one, other)]
+        common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None
-    if are_floats or types.is_signed_integer(one) == types.is_signed_integer(other):
-        return max(one, other, key=lambda kind: kind.bit_width)
-    return None if pa.uint64() in (one, other) else pa.int64()
+    # Arrow also makes floats of integers, and signed ones of unsigned ones that are as wide.
+    before, after = [_number_of(one), _number_of(other)], _number_of(common)
+    is_cut = types.is_floating(after) and any(map(types.is_integer, before))
+    return None if is_cut or (after == pa.int64() and pa.uint64() in before) else common
+
+
+def _number_of(kind: Any) -> Any:
+    """Returns the type of the numbers of a column, which may be of lists."""
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return kind
 
 
 def _dataset_below(base: str, paths: Sequence[str]) -> Any:

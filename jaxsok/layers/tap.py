@@ -47,11 +47,17 @@ def _attach_taps_jvp(primals: Any, tangents: Any) -> tuple[Embeddings, Embedding
     return attach_taps(*primals), dict(tangents[1])
 
 
-def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
-    """Makes the taps of one lookup, split as its embeddings are; under `jit` no operation reads the zeros."""
+def _features_of(op: str, collection: Collection, features: Features | Plan) -> Features:
+    """Returns the features that a lookup reads; refuses what is neither features nor a plan of this collection."""
     if isinstance(features, Plan):
         features = features.features
-    check_features("zero_taps", collection, features)
+    check_features(op, collection, features)
+    return features
+
+
+def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
+    """Makes the taps of one lookup, split as its embeddings are; under `jit` no operation reads the zeros."""
+    features = _features_of("zero_taps", collection, features)
     shards = collection.shards
     is_global = not shards.sees_parts()
     taps = {}
@@ -85,7 +91,7 @@ class Asked:
     @classmethod
     def of(cls, collection: Collection, features: Features | Plan) -> "Asked":
         """Records what a lookup reads."""
-        check_features("lookup", collection, features.features if isinstance(features, Plan) else features)
+        _features_of("lookup", collection, features)
         leaves, structure = jax.tree.flatten(features)
         return cls(collection, structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 

@@ -789,28 +789,29 @@ def test_kept_blocks_are_the_last_ones_used(blocks, num_kept):
     assert source.loads == loads
 
 
-INT32, INT64, UINT64 = pa.int32(), pa.int64(), pa.uint64()
+def _write_parquet(path, table):
+    pyarrow.parquet.write_table(table, path)
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("form, write", [("parquet", _write_parquet), ("arrow", _write_ipc)], ids=["parquet", "arrow"])
 @pytest.mark.parametrize(
     "first, second, wanted",
     [
-        (pa.array([1, 2], INT32), pa.array([2**40, 3], INT64), [1, 2, 2**40, 3]),
-        (pa.array([1, 2], pa.uint8()), pa.array([-5, 6], INT32), [1, 2, -5, 6]),
+        (pa.array([1, 2], pa.int32()), pa.array([2**40, 3], pa.int64()), [1, 2, 2**40, 3]),
+        (pa.array([1, 2], pa.uint8()), pa.array([-5, 6], pa.int32()), [1, 2, -5, 6]),
         (pa.array([None, None]), pa.array([7, 9]), [-1, -1, 7, 9]),
         (pa.array([1.0, 2.0], pa.float32()), pa.array([0.1, 3.0]), [1.0, 2.0, 0.1, 3.0]),
         (pa.array([[], []]), pa.array([[7], [9]]), [[], [], [7], [9]]),
-        (pa.array([[1], []], pa.large_list(INT32)), pa.array([[7], [2**40]]), [[1], [], [7], [2**40]]),
+        (pa.array([[1], []], pa.large_list(pa.int32())), pa.array([[7], [2**40]]), [[1], [], [7], [2**40]]),
         (pa.array([1, 2]).dictionary_encode(), pa.array([5, 3]), [1, 2, 5, 3]),
     ],
 )
-def test_files_with_other_types_keep_every_number(tmp_path, form, first, second, wanted):
+def test_files_with_other_types_keep_every_number(tmp_path, form, write, first, second, wanted):
     """Whichever file is the first."""
     for order in ([first, second], [second, first]):
         paths = [tmp_path / f"{number}.{form}" for number in range(2)]
         for path, column in zip(paths, order, strict=True):
-            _write(path, pa.table({"x": column, "y": [1, 2]}))
+            write(path, pa.table({"x": column, "y": [1, 2]}))
         got = ArrowSource(paths).take(slice(0, 4))["x"]
         if isinstance(got, jaxsok.Bags):
             ends = np.asarray(got.offsets)
@@ -820,11 +821,11 @@ def test_files_with_other_types_keep_every_number(tmp_path, form, first, second,
         assert got == (wanted if order[0] is first else wanted[2:] + wanted[:2])
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("form, write", [("parquet", _write_parquet), ("arrow", _write_ipc)], ids=["parquet", "arrow"])
 @pytest.mark.parametrize(
     "other",
     [
-        pa.array([2**63, 3], UINT64),
+        pa.array([2**63, 3], pa.uint64()),
         pa.array(["3", "4"]),
         pa.array([5, 6], pa.timestamp("ms")),
         pa.array([1.5, 2.5]),
@@ -832,22 +833,15 @@ def test_files_with_other_types_keep_every_number(tmp_path, form, first, second,
     ],
     ids=lambda column: str(column.type),
 )
-def test_files_whose_types_do_not_go_together_are_refused_by_name(tmp_path, form, other):
+def test_files_whose_types_do_not_go_together_are_refused_by_name(tmp_path, form, write, other):
     for number, column in enumerate([pa.array([1, 2]), other]):
-        _write(tmp_path / f"{number}.{form}", pa.table({"x": column, "y": [1, 2]}))
+        write(tmp_path / f"{number}.{form}", pa.table({"x": column, "y": [1, 2]}))
     paths = [tmp_path / f"{number}.{form}" for number in range(2)]
     got = "list<.*: int64>" if pa.types.is_list(other.type) else re.escape(str(other.type))
     wanted = rf'1\.{form}: column "x": got {got}, wanted a type that goes with int64 of .*0\.{form}'
     with pytest.raises(ValueError, match=wanted):
         ArrowSource(paths)
     assert ArrowSource(paths, ["y"]).take(slice(0, 4))["y"].tolist() == [1, 2, 1, 2]
-
-
-def _write(path, table):
-    if path.suffix == ".parquet":
-        return pyarrow.parquet.write_table(table, path)
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
 
 
 def test_parquet_files_with_other_columns_and_lists_that_are_null(tmp_path):
