@@ -305,7 +305,8 @@ class Collection:
           batches: raw batches; what their iterator raises is raised after the batches before it were handed out.
           pad_to: that of `batch`.
           lookahead: 1: the lookup of a batch also looks up the next one, except for the numbers of its rows, which are
-            read after the update. Results have the bits of a loop without it (decision 0023).
+            read after the update. Results have the bits of a loop without it (decision 0023). On one device whose
+            tables all lie in its own memory nothing is looked up ahead: there a model cannot hide it.
           staleness: d: the next d batches are looked up before the updates between them, so that the rows of a batch
             miss d updates (fewer for the first batches, and after `drain`). It includes lookahead.
           micro_batches: how many batches one update takes, where there are lookups ahead.
@@ -348,8 +349,14 @@ class Collection:
         if steps_per_call > 1 and (staleness or (lookahead and micro_batches > 1)):
             other = f"staleness {staleness}" if staleness else f"micro_batches {micro_batches} and lookups ahead"
             raise ValueError(f"pipeline: steps_per_call: got {steps_per_call} with {other}, wanted 1.")
-        ahead = pipeline_lib.LookAhead(max(lookahead, staleness), staleness, micro_batches)
+        num_ahead = max(lookahead, staleness) if staleness or self._hides_lookups else 0
+        ahead = pipeline_lib.LookAhead(num_ahead, staleness, micro_batches)
         return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch, steps_per_call)
+
+    @property
+    def _hides_lookups(self) -> bool:
+        """Whether a lookup has parts that can run beside a model: an exchange, or rows that cross the host's link."""
+        return self.shards.is_mesh or any(store.memory is not None for store in self.stores)
 
     @annotations.annotate("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:

@@ -207,6 +207,14 @@ def one_salt(monkeypatch):
 
 
 @pytest.fixture
+def looks_ahead(monkeypatch):
+    """Lookups run ahead on one device with all tables in its memory, too, as if another table lay in host memory."""
+    import jaxsok
+
+    monkeypatch.setattr(jaxsok.Collection, "_hides_lookups", True)
+
+
+@pytest.fixture
 def by_doubling(monkeypatch):
     """Makes new tables start at their declared size and grow by doubling, so that a short test sees several growths."""
     monkeypatch.setattr("jaxsok.grow.FIRST_CALLS", 0)

@@ -718,6 +718,7 @@ def test_a_folder_without_a_field_is_refused(tmp_path, field):
         checkpoint.load(tmp_path / "full", collection)
 
 
+@pytest.mark.usefixtures("looks_ahead")
 def test_exports_after_two_discarded_steps_with_lookups_ahead(tmp_path):
     """The lookup ahead had the number of a step that did not come, which is later than the time of the export."""
     tables = [jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, statistics=True)]

@@ -16,6 +16,8 @@ import jaxsok
 from jaxsok import checkpoint, grow, policies, serving
 from jaxsok.stats import PER_STEP, PER_STORE, PER_TABLE
 
+pytestmark = pytest.mark.usefixtures("looks_ahead")
+
 NUM_SAMPLES = 16
 NUM_STEPS = 6
 LRU = policies.LeastRecentlyUsed()

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -516,6 +517,26 @@ def pressing(number, counts):
     return profile
 
 
+@pytest.mark.parametrize(
+    ("num_shards", "memory", "options", "num_ahead"),
+    [
+        (None, None, {"lookahead": 1}, 0),
+        (None, None, {"lookahead": 1, "micro_batches": 2}, 0),
+        (None, None, {"staleness": 1}, 1),
+        (None, jaxsok.HostMemory(device_rows=0.5), {"lookahead": 1}, 1),
+        (1, None, {"lookahead": 1}, 1),
+    ],
+)
+def test_nothing_is_looked_up_ahead_that_no_model_can_hide(num_shards, memory, options, num_ahead):
+    """One device runs a lookup in its own memory and the model one after the other; staleness changes results."""
+    tables = [TABLES[0], dataclasses.replace(TABLES[2], memory=memory)]
+    declared = (
+        programs.over(num_shards, tables, FEATURES[:1]) if num_shards else jaxsok.Collection(tables, FEATURES[:1])
+    )
+    raws = [{"user": np.arange(NUM_SAMPLES)} for _ in range(3)]
+    assert [len(plan.following) for _, plan in declared.pipeline(raws, **options)] == [num_ahead, num_ahead, 0]
+
+
 WAYS = {
     "one device": (None, {}),
     "one device, without a thread": (None, {"prefetch": 0}),
@@ -527,6 +548,7 @@ WAYS = {
 }
 
 
+@pytest.mark.usefixtures("looks_ahead")
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c_at_any_call_loses_no_batch(way):
     """A second loop goes on with the batch that would have come."""

@@ -18,6 +18,8 @@ from test_pipeline import GRADIENTS, NUM_SHARDS, TABLES, collection, even, make_
 import jaxsok
 from jaxsok.pipeline import PLANS_AHEAD
 
+pytestmark = pytest.mark.usefixtures("looks_ahead")
+
 DECLARED = TABLES, BAGS  # those of `rectangular`, which needs several devices
 
 

@@ -20,7 +20,7 @@ from jaxsok.layers import linen as layers
 TRAINING = ["tables", "plans"]
 
 # A layer makes its state itself; index and all are compared with the core's.
-pytestmark = pytest.mark.usefixtures("one_salt", "quickly")
+pytestmark = pytest.mark.usefixtures("one_salt", "quickly", "looks_ahead")
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from jaxsok.layers import nnx as layers
 MODES = ("graph", "tree")
 
 # A layer makes its state itself; index and all are compared with the core's.
-pytestmark = pytest.mark.usefixtures("one_salt", "quickly")
+pytestmark = pytest.mark.usefixtures("one_salt", "quickly", "looks_ahead")
 
 
 @pytest.fixture(autouse=True)

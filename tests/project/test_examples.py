@@ -180,6 +180,7 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").exists()
 
 
+@pytest.mark.usefixtures("looks_ahead")
 @pytest.mark.parametrize(
     ("options", "pressed", "restored"),
     [
