@@ -349,13 +349,13 @@ class Collection:
         if steps_per_call > 1 and (staleness or (lookahead and micro_batches > 1)):
             other = f"staleness {staleness}" if staleness else f"micro_batches {micro_batches} and lookups ahead"
             raise ValueError(f"pipeline: steps_per_call: got {steps_per_call} with {other}, wanted 1.")
-        num_ahead = max(lookahead, staleness) if staleness or self._hides_lookups else 0
-        ahead = pipeline_lib.LookAhead(num_ahead, staleness, micro_batches)
+        lookahead = lookahead if self._can_hide_lookups else 0
+        ahead = pipeline_lib.LookAhead(max(lookahead, staleness), staleness, micro_batches)
         return pipeline_lib.Pipeline(self, batches, pad_to, ahead, prefetch, steps_per_call)
 
     @property
-    def _hides_lookups(self) -> bool:
-        """Whether a lookup has parts that can run beside a model: an exchange, or rows that cross the host's link."""
+    def _can_hide_lookups(self) -> bool:
+        """True if a part of a lookup can run while a model does: an exchange, or a transfer of rows from the host."""
         return self.shards.is_mesh or any(store.memory is not None for store in self.stores)
 
     @annotations.annotate("jaxsok.lookup")

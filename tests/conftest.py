@@ -211,7 +211,7 @@ def looks_ahead(monkeypatch):
     """Lookups run ahead on one device with all tables in its memory, too, as if another table lay in host memory."""
     import jaxsok
 
-    monkeypatch.setattr(jaxsok.Collection, "_hides_lookups", True)
+    monkeypatch.setattr(jaxsok.Collection, "_can_hide_lookups", True)
 
 
 @pytest.fixture
