@@ -19,6 +19,7 @@ from jaxsok.exchange import PADDING_REQUEST, Exchange, HashOrder, Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels.lookup import Batch
+from jaxsok.kernels.tier import SlotList
 from jaxsok.plan import Plan, Requests
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -137,6 +138,10 @@ class Used(NamedTuple):
     plans: Sequence[Plan]
     gradients: Sequence[Gradients]
     is_live: Bool[Array, " num_plans"]
+
+    def slots_of(self, s: int) -> SlotList | None:
+        """Returns the list of the slots of a store's rows that the lookup made; None for several plans."""
+        return self.plans[0].found_of(s).slots if len(self.plans) == 1 else None
 
 
 def fold_arrivals(

@@ -21,6 +21,7 @@ from jaxsok.exchange import SCALED_DTYPES, Exchange, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels.tickets import tickets_digest
+from jaxsok.kernels.tier import SlotList
 from jaxsok.plan import Found, Requests
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -143,7 +144,7 @@ class Here(Reader):
     def find(self, store: StoreState) -> tuple[Found, list[Array]]:
         """Looks up and changes nothing."""
         if self.reads_traced or self.spec.memory is not None:
-            _, counts, values = self._combine_own(store, table.find(store, self.features.keys, self.table_ids))
+            _, counts, values, _ = self._combine_own(store, table.find(store, self.features.keys, self.table_ids))
             counts = counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0)
         else:
             counts, values = kernels.lookup_find(store, self.reading(self.spec.table_words()))
@@ -178,18 +179,22 @@ class Here(Reader):
     @annotations.annotate_store
     def read(self, store: StoreState, found: Found) -> StoreRead:
         """Does the rest of a lookup: combines the rows that `index` found."""
-        store, counts, values = self._combine_own(store, found.row_ids)
+        store, counts, values, slots = self._combine_own(store, found.row_ids, found.slots)
         # Every new key is its own first occurrence; the rest of its occurrences are found.
         inserted = found.counts[:, _INSERTED]
         counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
         counts = counts.at[:, _UNADMITTED].set(found.counts[:, _UNADMITTED])
-        return store, dataclasses.replace(found, counts=counts), values
+        return store, dataclasses.replace(found, counts=counts, slots=slots), values
 
-    def _combine_own(self, store: StoreState, row_ids: RowIds) -> tuple[StoreState, TableCounts, list[Array]]:
-        """Does `combine` with the store's own rows."""
-        store, view, slots = tiers.bring_rows(self.spec, store, self.seed, row_ids, keeps=not self.is_find)
+    def _combine_own(
+        self, store: StoreState, row_ids: RowIds, known: SlotList | None = None
+    ) -> tuple[StoreState, TableCounts, list[Array], SlotList | None]:
+        """Does `combine` with the store's own rows; also returns their slots."""
+        store, view, slots, known = tiers.bring_known_rows(
+            self.spec, store, self.seed, row_ids, known, keeps=not self.is_find
+        )
         view, counts, values = self.combine(view, slots, view.rows)
-        return tiers.give_back(store, view), counts, values
+        return tiers.give_back(store, view), counts, values, known
 
 
 # Between shards ------------------------------------------------------------------------------------------------------
@@ -261,7 +266,7 @@ class Owner(Reader):
     def _read_by_xla(self, asked: Requests, store: StoreState, found: Found, *, may_lack_rows: bool) -> _Outcome:
         """Sends rows back over the dense wire; `may_lack_rows`: keys beyond the send capacity were not sent."""
         route = self.exchange.route(self.spec, asked.send_capacity)
-        store, back, absent = self._answer(store, route, asked.received, found.row_ids)
+        store, back, absent = self._answer(store, route, asked.received, found.row_ids, found.slots)
         store, counts, values = self._combine_answers(
             store, back, asked.slots, found.counts, absent, may_lack_rows=may_lack_rows
         )
@@ -343,7 +348,9 @@ class Owner(Reader):
         spec, asked, windows = self.spec, self.asked, not_none(self.exchange.windows)
         dtype = exchange_lib.gathered_dtype(self.exchange.spec.rows, spec.dtype)
         windows.reserve(asked.received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
-        store, view, slots = tiers.bring_rows(spec, store, self.seed, found.row_ids, keeps=not self.is_find)
+        store, view, slots, known = tiers.bring_known_rows(
+            spec, store, self.seed, found.row_ids, found.slots, keeps=not self.is_find
+        )
         reading = self.reading(self.words, spec.embedding_dtype if dtype == spec.dtype else "float32")
         sorts_uses = not self.is_find and self.exchange.sends_sums_by_kernels(spec, self.features, asked)
         how = {"is_find": self.is_find, "dtype": dtype, "sorts_uses": sorts_uses}
@@ -351,7 +358,7 @@ class Owner(Reader):
         store = tiers.give_back(store, dataclasses.replace(view, counters=read.counters))
         values = [table.round_to(value, spec.embedding_dtype) for value in read.embeddings]
         counts = self._correct_counts(read.counts, found.counts, read.num_absent)
-        return store, dataclasses.replace(found, counts=counts, sorted_uses=read.sorted_uses), values
+        return store, dataclasses.replace(found, counts=counts, sorted_uses=read.sorted_uses, slots=known), values
 
     def _find_rows(
         self, store: StoreState, received: UInt32[Array, "num_lines 4"]
@@ -366,14 +373,20 @@ class Owner(Reader):
         return table.touch(spec, store, row_ids, uses, not_none(self.clock)), row_ids, counts
 
     def _answer(
-        self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"], row_ids: RowIds
+        self,
+        store: StoreState,
+        route: Route,
+        received: UInt32[Array, "_ 4"],
+        row_ids: RowIds,
+        known: SlotList | None = None,
     ) -> tuple[StoreState, Array, ByTable]:
         """Sends the rows of received requests back, in a replicated store their ids; also counts uses without a row."""
         spec, on_wire = self.spec, self.exchange.spec.rows
         if spec.is_replicated:
             return store, route.to_askers(row_ids), jnp.zeros(len(spec.tables), jnp.int32)
         dtype = exchange_lib.gathered_dtype(on_wire, spec.dtype)
-        store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find, dtype=dtype)
+        how = {"is_find": self.is_find, "dtype": dtype, "known": known}
+        store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, **how)
         return store, exchange_lib.send_rows(rows, on_wire, route.to_askers), absent
 
 

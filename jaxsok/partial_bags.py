@@ -24,6 +24,7 @@ from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.gradients import Gradients, Used, concatenate, gradients_by_bag, join_features
 from jaxsok.kernels import lookup as lookup_kernels, plan as plan_kernels, update as update_kernels
 from jaxsok.kernels.tickets import tickets_digest
+from jaxsok.kernels.tier import SlotList
 from jaxsok.lookup import Owner, StoreLookup, StoreRead
 from jaxsok.plan import Found, Plan, Uses
 from jaxsok.specs import StoreSpec
@@ -178,7 +179,7 @@ class BagsOwner(Owner):
     @annotations.annotate_store
     def read(self, store: StoreState, found: Found) -> StoreRead:
         """Does the rest of a lookup: sums the rows in each bag of each shard, and sends the sums."""
-        spec, features, row_ids, seed = self.spec, self.features, found.row_ids, self.seed
+        spec, features, seed = self.spec, self.features, self.seed
         received = _received_batch(spec, features, self.asked)
         sums_of, lines = _batch_of_sums(spec, features)
         shapes = [(*layout.combined_shape, spec.dim) for layout in features.layouts]
@@ -192,13 +193,15 @@ class BagsOwner(Owner):
         fits_kernels = on_wire not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
         if windows is not None and not is_by_xla and fits_kernels:
             windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
-            store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not self.is_find)
+            store, view, slots, known = tiers.bring_known_rows(
+                spec, store, seed, found.row_ids, found.slots, keeps=not self.is_find
+            )
             reading, owned = make_reading(self._words_to_read()), received.features
             of_owned = owned.operands(), owned.num_tiles, slots, received.table_ids
             counters, values = lookup_kernels.lookup_bags_window(windows.number, view, reading, *of_owned, lines, dtype)
             store = tiers.give_back(store, dataclasses.replace(view, counters=counters))
         else:
-            store, sums = self._sum_rows(store, received, row_ids)
+            store, sums, known = self._sum_rows(store, received, found)
             sums = exchange_lib.send_rows(sums, on_wire, self.exchange.all_to_all)
             counters, _, values = lookup_kernels.lookup_planned(
                 store.counters, make_reading(spec.table_words()), lines, (sums,)
@@ -208,7 +211,7 @@ class BagsOwner(Owner):
             table.round_to(_scale(value, self.asked.scales, layout), spec.embedding_dtype)
             for value, layout in zip(values, features.layouts, strict=True)
         ]
-        return store, found, values
+        return store, dataclasses.replace(found, slots=known), values
 
     def _find_uses(self, store: StoreState, received: _Received) -> tuple[StoreState, RowIds, TableCounts]:
         """Finds or inserts the rows of the uses that arrived; counts them by table, without padding."""
@@ -224,18 +227,20 @@ class BagsOwner(Owner):
         return store, row_ids, counts.at[:, _FOUND].set(num_found).at[:, _MISSING].set(num_uses - num_found)
 
     def _sum_rows(
-        self, store: StoreState, received: _Received, row_ids: RowIds
-    ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"]]:
-        """Sums the rows of this shard in every bag of every shard, each times its weight."""
-        spec, seed, features = self.spec, self.seed, received.features
+        self, store: StoreState, received: _Received, found: Found
+    ) -> tuple[StoreState, Float32[Array, "num_bags_of_all dim"], SlotList | None]:
+        """Sums the rows of this shard in every bag of every shard, each times its weight; also returns their slots."""
+        spec, seed, features, row_ids = self.spec, self.seed, received.features, found.row_ids
         if is_by_xla := bool(table.list_xla_tables(spec, is_find=self.is_find)):
             ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
             requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
             store, rows, _ = table.gather(spec, store, seed, requests, row_ids, is_find=self.is_find, dtype="float32")
-            view = dataclasses.replace(store, rows=(rows,))
+            view, known = dataclasses.replace(store, rows=(rows,)), None
             slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
         else:
-            store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not self.is_find)
+            store, view, slots, known = tiers.bring_known_rows(
+                spec, store, seed, row_ids, found.slots, keeps=not self.is_find
+            )
         (num_bags,) = {layout.num_bags for layout in features.layouts}
         shapes = [(len(features.layouts) * num_bags, spec.dim)]
         reading = lookup_kernels.Reading(self._words_to_read(), seed, features.operands(), features.num_tiles, shapes)
@@ -243,8 +248,8 @@ class BagsOwner(Owner):
             view.counters, reading, slots, view.rows, received.table_ids
         )
         if is_by_xla:
-            return dataclasses.replace(store, counters=counters), sums
-        return tiers.give_back(store, dataclasses.replace(view, counters=counters)), sums
+            return dataclasses.replace(store, counters=counters), sums, known
+        return tiers.give_back(store, dataclasses.replace(view, counters=counters)), sums, known
 
     def _words_to_read(self) -> np.ndarray:
         """Returns the words of the tables; a lookup knows no table whose keys without a row read zeros."""
@@ -315,7 +320,7 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     batch, num_tiles, row_ids, table_ids = _join_received("update", spec, s, used)
-    store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
+    store, view, slots, _ = tiers.bring_known_rows(spec, store, inputs.seed, row_ids, used.slots_of(s))
     of_batch = batch, num_tiles, slots, used.is_live, inputs.row_step, table_ids
     step = update_kernels.Step(spec.table_words(), inputs.seed, inputs.step, *of_batch)
     windows, wire = exchange.windows, exchange.spec.gradients

@@ -18,6 +18,7 @@ from jaxsok.checks import not_none
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.kernels.tickets import Ticket, tickets_digest
+from jaxsok.kernels.tier import SlotList
 from jaxsok.specs import StoreSpec
 from jaxsok.types import NO_ROW, NUM_PARTITIONS, Digest, Inverse, Keys, PartitionOwners, RowIds, TableCounts
 
@@ -102,6 +103,8 @@ class Found:
     """Marks listed requests that got a row, after several rounds; None where there is no list."""
     sorted_uses: UInt8[Array, " num_bytes"] | None = None
     """The uses of the batch by row, sorted for the update while rows crossed the wire; None: the update sorts them."""
+    slots: SlotList | None = None
+    """The slots of these rows in the cache, where they lie in host memory; None: they are found when needed."""
 
 
 @jax.tree_util.register_dataclass

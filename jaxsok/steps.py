@@ -112,9 +112,9 @@ class Steps:
                 continue
             reader = self.strategy.reader(spec, s, state, plan, step, step)
             stores[s], of_store = reader.index(state.stores[s])
-            found.append(of_store)
+            stores[s], slots = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)
+            found.append(dataclasses.replace(of_store, slots=slots))
             digests.append(reader.digest())
-            stores[s] = tiers.bring_rows_ahead(spec, stores[s], of_store.row_ids)
         after, ticket = tickets.issue(state, stores, plan.features, digests)
         state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
         return state, InFlight(tuple(found), ticket, tuple(digests), plan.form())

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import admission, annotations, rows as rows_lib, tiers
 from jaxsok.kernels import evict as evict_kernels, table as kernels
+from jaxsok.kernels.tier import SlotList
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -88,13 +89,14 @@ def gather(
     *,
     is_find: bool,
     dtype: str,
+    known: SlotList | None = None,
 ) -> tuple[StoreState, Float[Array, "num_keys dim"], ByTable]:
     """Reads the rows of requests whose row ids are known; also counts by table the uses without a row.
 
     NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
-    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=not is_find)
+    store, view, slots, _ = tiers.bring_known_rows(spec, store, seed, row_ids, known, keeps=not is_find)
     words = spec.table_words() if is_find else spec.refused_words()
     counters, rows, num_absent = kernels.gather(
         view.counters, words, seed, requests, slots, view.rows, is_find=is_find, dtype=dtype

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, UInt8, UInt32
 
 from jaxsok.kernels import tier as kernels
+from jaxsok.kernels.tier import SlotList
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import FRESH, NO_ROW, RowIds
@@ -37,8 +38,24 @@ def bring_rows(
     out if it makes room, for each row that comes. Staged rows take device memory for the op: one for each row id beyond
     the slots, with `keeps=False` one for each.
     """
+    return bring_known_rows(spec, store, seed, row_ids, None, keeps=keeps)[:3]
+
+
+def bring_known_rows(
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    row_ids: RowIds,
+    known: SlotList | None,
+    *,
+    keeps: bool = True,
+) -> tuple[StoreState, StoreState, RowIds, SlotList | None]:
+    """Does `bring_rows`, and returns the slots as a list for a later call with the same row ids, or None.
+
+    `known` is such a list of an earlier call, which saves this one to find the rows again. The results are the same.
+    """
     if not store.tier:
-        return store, store, row_ids
+        return store, store, row_ids, None
     (tier,) = store.tier
     tier, host, counters, new = kernels.bring(
         tier,
@@ -51,6 +68,7 @@ def bring_rows(
         [state.initial_value for state in spec.state_specs],
         _num_slots(spec, store),
         keeps=keeps,
+        known=known,
     )
     store = dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
     has_staged = new.staged_owners.shape[0] > 0
@@ -65,11 +83,13 @@ def bring_rows(
         counters=tier.order,
         tier=(),
     )
-    return store, view, new.slots
+    return store, view, new.slots, new.known
 
 
-def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> StoreState:
+def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> tuple[StoreState, SlotList | None]:
     """Begins to bring rows that a later op brings: the numbers of rows change nowhere, and no place does.
+
+    Also returns their slots for that op, or None.
 
     On a GPU their records are read, and those of rows that make room are written, while other work runs; the op that
     brings the rows waits for what is read. What is done with the store in between may undo the advantage, but nothing
@@ -79,13 +99,15 @@ def bring_rows_ahead(spec: StoreSpec, store: StoreState, row_ids: RowIds) -> Sto
     this function ends. A lookup that takes one ahead out of the state therefore calls it, or `finish_moves`.
     """
     if not store.tier:
-        return store
+        return store, None
     (tier,) = store.tier
     num_slots = _num_slots(spec, store)
     if row_ids.shape[0] > num_slots:
-        return finish_moves(store)
-    tier, host, counters = kernels.bring_ahead(tier, store.rows, store.records, store.counters, row_ids, num_slots)
-    return dataclasses.replace(store, rows=host, counters=counters, tier=(tier,))
+        return finish_moves(store), None
+    tier, host, counters, known = kernels.bring_ahead(
+        tier, store.rows, store.records, store.counters, row_ids, num_slots
+    )
+    return dataclasses.replace(store, rows=host, counters=counters, tier=(tier,)), known
 
 
 def begin_after_moves(stores: Sequence[StoreState], work: Any) -> tuple[list[StoreState], Any]:

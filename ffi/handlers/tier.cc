@@ -161,7 +161,12 @@ struct Bringing {
     n = row_ids.size(0);
     call.Require(n < kMostSlots, "row_ids", "got ", n, ", wanted below ", kMostSlots);
     if (!is_ahead) {
-      slots = call.Result("slots", ffi::U32, {n});
+      known.slots = call.Operand("known_slots", ffi::U32, {n}).as<uint32_t>();
+      known.stamp = call.Operand("known_stamp", ffi::U32, {kStampWords}).as<SlotsStamp>();
+    }
+    list.slots = call.Result("slots", ffi::U32, {n}).as<uint32_t>();
+    list.stamp = call.Result("stamp", ffi::U32, {kStampWords}).as<SlotsStamp>();
+    if (!is_ahead) {
       reader.ReadStagedOwners(true);
       RequireStaged(call, reader.tier(), n - reader.tier().num_slots);
     }
@@ -172,8 +177,9 @@ struct Bringing {
   }
 
   TierReader reader;
-  Array row_ids, slots;
+  Array row_ids;
   int64_t n;
+  SlotList known{}, list{};
   Moves moves{};
   void* workspace;
 };
@@ -182,8 +188,7 @@ struct Bringing {
 ffi::Error Bring(Call& call) {
   Bringing b(call, false);
   return call.Launch([&](Stream stream) {
-    return LaunchBring(stream, b.reader.tier(), b.row_ids.as<uint32_t>(), b.n, b.slots.as<uint32_t>(), b.moves,
-                       b.workspace);
+    return LaunchBring(stream, b.reader.tier(), b.row_ids.as<uint32_t>(), b.n, b.known, b.list, b.moves, b.workspace);
   });
 }
 
@@ -191,7 +196,7 @@ ffi::Error Bring(Call& call) {
 ffi::Error BringAhead(Call& call) {
   Bringing b(call, true);
   return call.Launch([&](Stream stream) {
-    return LaunchBringAhead(stream, b.reader.tier(), b.row_ids.as<uint32_t>(), b.n, b.moves, b.workspace);
+    return LaunchBringAhead(stream, b.reader.tier(), b.row_ids.as<uint32_t>(), b.n, b.list, b.moves, b.workspace);
   });
 }
 

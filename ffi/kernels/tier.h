@@ -85,6 +85,21 @@ enum TierCounter : int {
   kNumTierCounters = 9,
 };
 
+/// What a call knows of the slots that it lists.
+struct SlotsStamp {
+  uint32_t is_complete;  // 1: every row has a slot in the cache, or is foreseen; 0: the list is not used
+  uint32_t ticket;       // of the call that foresaw some of the rows; 0: all were in the cache
+  uint32_t num_rows;     // distinct rows in the cache
+};
+constexpr int kStampWords = sizeof(SlotsStamp) / 4;
+constexpr uint32_t kIsForeseen = uint32_t{1} << 31;  // of a slot by position: the rest is a rank of the foreseen rows
+
+/// The slots of a call's rows by position. A later call with the same rows checks each slot before it uses the list.
+struct SlotList {
+  uint32_t* slots;  // [num_keys]
+  SlotsStamp* stamp;
+};
+
 /// Returns a row's bytes in host memory: its numbers, then its states, aligned to 4 bytes, rounded up to 16 bytes.
 constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
   return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
@@ -110,8 +125,8 @@ JAXSOK_HOST_DEVICE int AgeOfUse(uint32_t time, uint32_t now) {
 
 /// The slots that a call considers for the rows that come: a part of a large cache, the next part in the next call. It
 /// has slots enough for all rows of a call, if the call uses others.
-constexpr int64_t kSlotsOfTile = 1 << 12;
-constexpr int64_t kLeastTiles = 64;
+constexpr int64_t kSlotsOfTile = 1 << 13;
+constexpr int64_t kLeastTiles = 32;
 struct SlotWindow {
   uint32_t all_tiles;
   uint32_t num_tiles;
@@ -251,6 +266,20 @@ struct TierView {
     return place != kFresh || records.At(starts, row_id, 1)->key != kPaddingKey;
   }
   JAXSOK_HOST_DEVICE uint32_t Now() const { return TimeOf(counters[kTierClock] + 1); }
+  /// Returns whether a list of slots may hold; then each slot in it is to be checked.
+  JAXSOK_HOST_DEVICE bool MayHold(const SlotsStamp& stamp, int64_t num_keys) const {
+    if (stamp.is_complete == 0) return false;
+    return stamp.ticket == 0 || (stamp.ticket == counters[kTierTicket] && counters[kTierForeseen] <= most_foreseen &&
+                                 counters[kTierForeseen] <= num_keys);
+  }
+  /// Returns the rank of a row among the foreseen rows, by its slot in a list, or kNoRow.
+  JAXSOK_HOST_DEVICE static uint32_t RankOf(uint32_t known) {
+    return known >= kIsForeseen && known != kNoRow ? known & ~kIsForeseen : kNoRow;
+  }
+  /// Returns whether a foreseen row may take its slot, given the slot's priority.
+  JAXSOK_HOST_DEVICE bool MayCome(const Foreseen& row, uint32_t slot_priority) const {
+    return row.row_id < capacity && row.slot < num_slots && (slot_priority == 0 || slot_priority == kMarked);
+  }
   /// Returns the bin of a slot's age; `now` is the time of this call.
   JAXSOK_HOST_DEVICE int AgeOf(uint32_t slot_priority, uint32_t now) const {
     if (slot_priority == 0 || slot_priority == kMarked) return kAges - 1;
@@ -274,12 +303,9 @@ struct TierView {
   JAXSOK_HOST_DEVICE uint32_t PlaceAfter(uint32_t slot) const {
     return kFirstInHost + (last_use[slot] <= kTimes ? last_use[slot] : 0);
   }
-  /// Returns the priority of a slot that a call uses, which is not marked, and notes when the use began.
-  JAXSOK_HOST_DEVICE uint32_t Use(uint32_t slot, uint32_t old_priority, uint32_t now) const {
-    const uint32_t last = last_use[slot];
-    if (TimeSince(last, now) < kCallsOfUse && old_priority != kMarked) return old_priority;
-    last_use[slot] = now;
-    return last;
+  /// Returns whether a call that uses a slot begins a use: the time of the last one then becomes the priority.
+  JAXSOK_HOST_DEVICE static bool BeginsUse(uint32_t slot_last_use, uint32_t slot_priority, uint32_t now) {
+    return TimeSince(slot_last_use, now) >= kCallsOfUse || slot_priority == kMarked;
   }
 };
 
@@ -326,7 +352,8 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 ///
 /// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. Of the tier
 ///          only records, places, owners, last_use, priority, foreseen, counters, staged_owners and area are read, not
-///          the numbers of rows.
+///          the numbers of rows. `known` is the list of an earlier call: if it is not complete, or a slot in it is no
+///          longer that of its row, only time is lost.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows. It is kNoRow for row ids that are not below
 ///          the capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
 ///          read nor write. Rows that were foreseen take their slots, if these are still free or marked. The others
@@ -334,21 +361,21 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 ///          is taken. staged_owners has kNoRow in unused slots. Rows that were written ahead are not written again.
 /// Order  : by first occurrence; slots as in the window: the same on every run and both back ends.
 /// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot of the window if a row comes that
-/// was
-///          not foreseen.
-LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                        const Moves& moves, void* workspace);
+///          was not foreseen. If the known slots hold, 24 B for each position.
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                        const SlotList& known, const SlotList& list, const Moves& moves, void* workspace);
 
 /// Lists what LaunchBring of the same rows would move, as far as the list and the area have room; LaunchWriteAhead and
 /// LaunchReadAhead, in this order, do it. The next call waits for what is read, but only rarely for what is written.
 ///
-/// Post   : rows of the call that are in the cache count as used now; the list has the rows that would come, with their
-///          slots; exactly those of these slots whose rows would leave are marked. No slot is listed
-///          whose last use began at most kCallsOfUse calls ago. A row that would leave has a record in the page of one
-///          that is read, if there is one without content in the pages that are looked at; which it is may differ
-///          between runs and back ends.
+/// Post   : rows of the call that are in the cache count as used now; `foreseen` has the rows that would come, with
+///          their slots; exactly those of these slots whose rows would leave are marked. No slot is foreseen whose last
+///          use began at most kCallsOfUse calls ago. `list` has the slots of rows in the cache, and the ranks of those
+///          that are foreseen, with kIsForeseen; it is complete if these are all that would come. A row that would
+///          leave has a record in the page of one that is read, if there is one without content in the pages that are
+///          looked at; which it is may differ between runs and back ends.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
-                             const Moves& moves, void* workspace);
+                             const SlotList& list, const Moves& moves, void* workspace);
 
 /// Writes leaving rows to one slab of host memory, which holds the rows from `begin` on.
 ///

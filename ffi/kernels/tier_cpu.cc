@@ -43,6 +43,7 @@ void MakeFresh(const TierView& tier, const Record& record, uint32_t slot) {
 
 /// The rows of a call that are not in the cache, and the slots that they would take.
 struct Missing {
+  uint32_t num_hits = 0;  // distinct rows that are in the cache
   int64_t num = 0;
   uint32_t* positions;  // first occurrences
   uint32_t* from;       // their places before the call
@@ -55,10 +56,16 @@ struct Missing {
   }
 };
 
+/// Counts the row of a slot as used.
+void Use(const TierView& tier, uint32_t slot, uint32_t now) {
+  if (!TierView::BeginsUse(tier.last_use[slot], tier.priority[slot], now)) return;
+  tier.priority[slot] = tier.last_use[slot];
+  tier.last_use[slot] = now;
+}
+
 /// Pins the slots of rows in the cache, and counts them. The places of other rows become pending, with their rank, so
 /// that all positions of a row find its slot.
-Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, WorkspaceCutter* cut,
-                    uint32_t* num_hits) {
+Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, WorkspaceCutter* cut) {
   Missing missing;
   missing.positions = cut->Take<uint32_t>(num_keys);
   missing.from = cut->Take<uint32_t>(num_keys);
@@ -70,8 +77,9 @@ Missing FindMissing(const TierView& tier, const uint32_t* row_ids, int64_t num_k
     if (*place < tier.num_slots) {
       uint32_t* priority = tier.priority + *place;
       if ((*priority & kPinned) != 0) continue;
-      ++*num_hits;
-      *priority = tier.Use(*place, *priority, now) | kPinned;
+      ++missing.num_hits;
+      Use(tier, *place, now);
+      *priority |= kPinned;
     } else if ((*place == kFresh || IsInHost(*place)) && tier.IsUsed(row_ids[i], *place)) {
       missing.from[missing.num] = *place;
       *place = kPending + static_cast<uint32_t>(missing.num);
@@ -108,6 +116,29 @@ void ChooseSlots(const TierView& tier, bool is_ahead, int64_t num_keys, Workspac
   missing->youngest = youngest;
 }
 
+/// Counts the rows whose slots are known as used. Returns whether each row has its slot, or may come as foreseen.
+bool UseKnown(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, const SlotList& known) {
+  if (!tier.MayHold(*known.stamp, num_keys)) return false;
+  const bool comes = known.stamp->ticket != 0;
+  const uint32_t num_foreseen = comes ? tier.counters[kTierForeseen] : 0;
+  bool holds = true;
+  for (int64_t i = 0; i < num_keys; ++i) {
+    const uint32_t slot = known.slots[i], rank = TierView::RankOf(slot);
+    if (row_ids[i] >= tier.capacity) {
+      holds &= slot == kNoRow;
+    } else if (slot < tier.num_slots && tier.owners[slot].free_id == row_ids[i]) {
+      holds &= !comes || tier.priority[slot] != kMarked;  // marked, it is foreseen for another row
+      Use(tier, slot, tier.Now());
+    } else {
+      holds &= rank < num_foreseen && tier.foreseen[rank].row_id == row_ids[i];
+    }
+  }
+  for (const Foreseen* at = tier.foreseen; at != tier.foreseen + num_foreseen; ++at) {
+    holds &= tier.MayCome(*at, at->slot < tier.num_slots ? tier.priority[at->slot] : 0);
+  }
+  return holds;
+}
+
 /// Gives a leaving row a record in the page of another one, if there is one without content.
 void TakeRecordNear(const TierView& tier, uint32_t record, uint32_t leaving) {
   const RecordRange page = tier.PageOf(record);
@@ -133,10 +164,16 @@ void Unpin(const TierView& tier, const uint32_t* row_ids, int64_t num_keys) {
 
 }  // namespace
 
-LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                        const Moves& moves, void* workspace) {
+LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, const SlotList& known,
+                        const SlotList& list, const Moves& moves, void* workspace) {
   WorkspaceCutter cut(workspace);
-  Missing missing = FindMissing(tier, row_ids, num_keys, &cut, &tier.counters[kTierHits]);
+  const bool holds = UseKnown(tier, row_ids, num_keys, known);
+  Missing missing;
+  if (holds) {
+    missing.num_hits = known.stamp->num_rows;
+  } else {
+    missing = FindMissing(tier, row_ids, num_keys, &cut);
+  }
   const uint32_t now = tier.Now();
   const bool has_ahead = tier.counters[kTierTicket] != 0;  // rows written ahead have arrived: a CPU writes at once
   std::fill_n(tier.staged_owners, tier.num_staged, Record{kPaddingKey, kNoRow, kNoRow});
@@ -162,13 +199,14 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     *tier.PlaceAt(row_id) = slot;
     tier.NoteContent(row_id, tier.RecordOf(row_id), false);
   };
-  const int64_t num_foreseen = has_ahead ? std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen) : 0;
+  const bool comes = holds ? known.stamp->ticket != 0 : missing.num != 0;  // a row
+  const int64_t num_foreseen =
+      has_ahead && comes ? std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen) : 0;
   for (const Foreseen* at = tier.foreseen; at != tier.foreseen + num_foreseen; ++at) {
-    if (at->row_id >= tier.capacity || at->slot >= tier.num_slots || !IsPending(*tier.PlaceAt(at->row_id))) continue;
-    const uint32_t priority = tier.priority[at->slot];
-    if (priority == 0 || priority == kMarked) take_slot(at->row_id, at->slot, at->priority, at->is_fresh != 0);
+    if (!tier.MayCome(*at, at->slot < tier.num_slots ? tier.priority[at->slot] : 0)) continue;
+    if (!holds && !IsPending(*tier.PlaceAt(at->row_id))) continue;
+    take_slot(at->row_id, at->slot, at->priority, at->is_fresh != 0);
   }
-  const bool has_missing = missing.num != 0;
   int64_t num_left = 0;
   for (int64_t rank = 0; rank < missing.num; ++rank) {
     uint32_t* place = tier.PlaceAt(row_ids[missing.positions[rank]]);
@@ -185,28 +223,30 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
               from == kFresh);
   }
   for (int64_t i = 0; i < num_keys; ++i) {
-    slots[i] = kNoRow;
+    list.slots[i] = kNoRow;
     if (row_ids[i] >= tier.capacity) continue;
     const uint32_t place = *tier.PlaceAt(row_ids[i]);
-    if (place < tier.num_slots) slots[i] = place;
-    if (IsPending(place)) slots[i] = missing.SlotOf(tier, place - kPending);
-    if (place == kFresh) slots[i] = 0;
+    if (place < tier.num_slots) list.slots[i] = place;
+    if (IsPending(place)) list.slots[i] = missing.SlotOf(tier, place - kPending);
+    if (place == kFresh) list.slots[i] = 0;
   }
   for (int64_t rank = missing.num_victims; rank < num_left; ++rank) {
     *tier.PlaceAt(row_ids[missing.positions[rank]]) = missing.from[rank];
   }
   Unpin(tier, row_ids, num_keys);
   if (missing.num_victims != 0 && !has_ahead) tier.counters[kTierLimit] = static_cast<uint32_t>(missing.youngest);
+  tier.counters[kTierHits] += missing.num_hits;
   tier.counters[kTierClock] += 1;
-  if (has_missing) tier.counters[kTierTicket] = 0;
+  if (comes) tier.counters[kTierTicket] = 0;
+  const bool is_complete = missing.num_victims == num_left;  // no row is staged
+  *list.stamp = {is_complete ? 1u : 0u, 0, missing.num_hits + moves.counts[kNumComing]};
   return nullptr;
 }
 
 LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
-                             const Moves& moves, void* workspace) {
-  uint32_t num_hits = 0;
+                             const SlotList& list, const Moves& moves, void* workspace) {
   WorkspaceCutter cut(workspace);
-  Missing missing = FindMissing(tier, row_ids, num_keys, &cut, &num_hits);
+  Missing missing = FindMissing(tier, row_ids, num_keys, &cut);
   for (int64_t i = 0; i < std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen); ++i) {
     const uint32_t slot = tier.foreseen[i].slot;
     if (slot < tier.num_slots && tier.priority[slot] == kMarked) tier.priority[slot] = kOnceMarked;
@@ -214,6 +254,11 @@ LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_i
   if (missing.num != 0) ChooseSlots(tier, true, num_keys, &cut, &missing);
   std::fill_n(moves.counts, kNumMoveCounts, 0);
   const int64_t num_listed = std::min({missing.num_victims, MostAhead(tier.host_bytes), tier.most_foreseen});
+  for (int64_t i = 0; i < num_keys; ++i) {
+    const uint32_t place = row_ids[i] < tier.capacity ? *tier.PlaceAt(row_ids[i]) : kNoRow;
+    const bool is_listed = IsPending(place) && place - kPending < num_listed;
+    list.slots[i] = is_listed ? (place - kPending) | kIsForeseen : place < tier.num_slots ? place : kNoRow;
+  }
   for (int64_t rank = 0; rank < missing.num; ++rank) {
     const uint32_t row_id = row_ids[missing.positions[rank]], from = missing.from[rank];
     *tier.PlaceAt(row_id) = from;
@@ -235,6 +280,7 @@ LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_i
   tier.counters[kTierClock] += 1;
   tier.counters[kTierTicket] = missing.num > 0 ? tier.counters[kTierClock] : 0;
   tier.counters[kTierForeseen] = static_cast<uint32_t>(num_listed);
+  *list.stamp = {num_listed == missing.num ? 1u : 0u, tier.counters[kTierTicket], missing.num_hits};
   return nullptr;
 }
 

@@ -2,10 +2,12 @@
 //
 // One kernel, whose blocks synchronise between its steps. They mark each missing row with the smallest of its
 // positions, place those that were foreseen, number the others, choose as many slots, and list the moves in the order
-// of the parts of host memory. The device makes all decisions. If no row is missing, the blocks synchronise only once.
+// of the parts of host memory. The device makes all decisions. If all slots are known, the blocks synchronise only
+// once, or twice where rows come that were read ahead.
 #include <cooperative_groups.h>
 
 #include <cub/block/block_scan.cuh>
+#include <cuda/atomic>
 
 #include "tier_cuda.cuh"
 
@@ -23,17 +25,23 @@ struct BringControl {
   uint32_t num_fetched;
   uint32_t num_written;
   uint32_t num_ahead;
+  uint32_t num_to_read;  // foreseen rows that were read ahead, if all slots may be known
+  uint32_t num_fresh;    // of rows that come to known slots
+  uint32_t num_leaving;  // likewise of rows that make room: those that were not written ahead
+  uint32_t is_unknown;   // not 0: a known slot is no longer that of its row
 };
 
 struct Bringing {
   TierView tier;
   const uint32_t* row_ids;
   int64_t num_keys;
-  uint32_t* slots;
+  SlotList known;  // of an earlier call; not ahead
+  SlotList list;
   Moves moves;
   bool is_ahead;
   int64_t most_ahead;
-  int shift;  // of records, gives parts of host memory
+  int shift;           // of records, gives parts of host memory
+  uint32_t num_pages;  // that are looked at for a record
   SlotWindow window;
 
   BringControl* control;
@@ -44,7 +52,7 @@ struct Bringing {
   uint64_t* slot_counts;     // [blocks]: older slots in the low half, those of the youngest age above
   Move* leaving;             // [num_keys]: by rank, unordered
   Move* coming;
-  uint32_t* found;         // [num_keys]: of the position that found a missing row first: its place; else 0
+  uint32_t* found;         // [num_keys]: the place of a missing row, at the position that found it first; see kSeen
   uint32_t* former_place;  // [num_keys]: of positions that are the first of a missing row
   uint32_t* rank_of;       // [num_keys]: likewise
   uint32_t* missing;       // [num_keys]: those positions, by rank
@@ -58,18 +66,16 @@ struct Bringing {
   __device__ bool HasAhead() const {
     return tier.area != nullptr && tier.counters[kTierTicket] != 0 && tier.counters[kTierTicket] == tier.area->ticket;
   }
+  /// Returns whether all slots may be known, and all rows that come were read ahead.
+  __device__ bool MayKnowSlots() const {
+    return !is_ahead && tier.MayHold(*known.stamp, num_keys) && (known.stamp->ticket == 0 || HasAhead());
+  }
   /// Returns whether the call lists in the area what is to be read.
   __device__ bool ListsAhead() const { return is_ahead && tier.area != nullptr && tier.area->coming != nullptr; }
   /// Returns how many foreseen rows fit the list.
   __device__ uint32_t NumListed(uint32_t num) const { return min(num, static_cast<uint32_t>(most_ahead)); }
   __device__ uint32_t PartOf(const Move& move) const {
     return move.record == kNoRow ? kParts + 1 : move.ahead != kNoRow ? kParts : move.record >> shift;
-  }
-  /// Returns whether the position is the first of a missing row.
-  __device__ bool IsFirst(int64_t i) const {
-    if (i >= num_keys || !IsRow(row_ids[i])) return false;
-    const uint32_t place = *tier.PlaceAt(row_ids[i]);
-    return IsPending(place) && place - kPending == static_cast<uint32_t>(i);
   }
 };
 
@@ -94,6 +100,13 @@ struct Share {
   }
 };
 
+/// Calls `use` with ranks below `num`, which the warps of all blocks take in turn; all lanes of a warp call it.
+template <typename Use>
+__device__ __forceinline__ void ForRanks(uint32_t num, const Use& use) {
+  uint32_t begin = (threadIdx.x / kWarp * gridDim.x + blockIdx.x) * kWarp;
+  for (; begin < num; begin += gridDim.x * kPlaceBlock) use(begin + threadIdx.x % kWarp);
+}
+
 /// The sum of the values before a thread's own, and the total, in a block.
 struct Sums {
   uint64_t before, all;
@@ -114,7 +127,7 @@ __device__ __forceinline__ Sums SumOfBlocks(Shared& shared, const uint64_t* coun
   return sums;
 }
 
-constexpr int kSlotsTogether = 4;  // per thread
+constexpr int kSlotsTogether = 8;  // per thread
 static_assert(kSlotsOfTile == kSlotsTogether * kPlaceBlock, "a block reads a tile at once");
 
 /// Words of neighbouring slots; `beyond` for slots that do not exist.
@@ -160,74 +173,89 @@ __device__ __forceinline__ uint64_t CountFrom(int age, int youngest, uint32_t nu
 
 constexpr int kKeysTogether = 2;  // of a thread: their chains of reads run at the same time
 
-/// Calls `use` with each position of a block's share, and the place of its row; kNoRow where there is no row.
-template <typename Use>
-__device__ __forceinline__ void ForPlaces(const Bringing& b, const Use& use) {
+/// When the last use of a slot began, and its priority.
+struct SlotUse {
+  uint32_t last, priority;
+  __device__ static SlotUse Of(const TierView& tier, uint32_t slot) {
+    if (slot >= tier.num_slots) return {0, 0};
+    return {*const_cast<const volatile uint32_t*>(tier.last_use + slot),
+            *const_cast<const volatile uint32_t*>(tier.priority + slot)};
+  }
+};
+
+/// In `found`: other positions of missing rows; then the first position of each. No place has this value.
+constexpr uint32_t kSeen = 1;
+/// Of a slot by position: its row is missing. No slot has this number.
+constexpr uint32_t kToFind = kIsForeseen;
+
+/// Marks the missing rows of the call, and pins the slots of the other rows.
+__device__ __forceinline__ void MarkRows(const Bringing& b, Shared& shared, uint32_t now) {
+  const TierView& tier = b.tier;
+  uint32_t num_hits = 0, num_missing = 0;
   const Share share(b.num_keys, kPlaceBlock);
   for (int64_t begin = share.begin + threadIdx.x; begin < share.end; begin += kKeysTogether * kPlaceBlock) {
     uint32_t row_id[kKeysTogether], place[kKeysTogether];
+    SlotUse use[kKeysTogether];
 #pragma unroll
     for (int k = 0; k < kKeysTogether; ++k) {
       const int64_t i = begin + k * kPlaceBlock;
-      row_id[k] = kNoRow;
-      if (i < share.end) row_id[k] = b.row_ids[i];
+      row_id[k] = i < share.end ? b.row_ids[i] : kNoRow;
     }
 #pragma unroll
     for (int k = 0; k < kKeysTogether; ++k) {
       place[k] = kNoRow;
-      if (b.IsRow(row_id[k])) place[k] = *reinterpret_cast<volatile uint32_t*>(b.tier.PlaceAt(row_id[k]));
+      if (b.IsRow(row_id[k])) place[k] = *reinterpret_cast<volatile uint32_t*>(tier.PlaceAt(row_id[k]));
     }
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) use[k] = SlotUse::Of(tier, place[k]);
 #pragma unroll
     for (int k = 0; k < kKeysTogether; ++k) {
       const int64_t i = begin + k * kPlaceBlock;
-      if (i < share.end) use(i, row_id[k], place[k]);
+      if (i >= share.end) continue;
+      uint32_t found = 0, slot = b.IsRow(row_id[k]) ? 0 : kNoRow;
+      if (place[k] < tier.num_slots) {
+        slot = place[k];
+        if ((use[k].priority & kPinned) == 0) {  // for most positions of a frequent row the slot is already pinned
+          const uint32_t old = atomicOr(tier.priority + slot, kPinned);
+          if ((old & kPinned) == 0) {  // no other position has changed its last use
+            ++num_hits;
+            if (TierView::BeginsUse(use[k].last, old, now)) {
+              tier.last_use[slot] = now;
+              atomicExch(tier.priority + slot, use[k].last | kPinned);
+            }
+          }
+        }
+      } else if (b.IsRow(row_id[k]) && place[k] >= kPending && tier.IsUsed(row_id[k], place[k])) {
+        const uint32_t old = atomicMin(tier.PlaceAt(row_id[k]), kPending + static_cast<uint32_t>(i));
+        found = IsPending(old) ? kSeen : old;
+        num_missing += IsPending(old) ? 0 : 1;
+        slot = kToFind;
+      }
+      b.found[i] = found;
+      b.list.slots[i] = slot;
     }
   }
+  const uint64_t all = SumOfBlock(shared, num_hits | uint64_t{num_missing} << 32).all;
+  if (threadIdx.x != 0) return;
+  if (const auto hits = static_cast<uint32_t>(all)) atomicAdd(&b.control->num_hits, hits);
+  if (const auto missing = static_cast<uint32_t>(all >> 32)) atomicAdd(&b.control->num_missing, missing);
 }
 
-/// Marks the missing rows of the call, and pins the slots of the other rows.
-__device__ __forceinline__ void MarkRows(const Bringing& b, uint32_t now) {
-  uint32_t num_hits = 0, num_missing = 0;
-  ForPlaces(b, [&](int64_t i, uint32_t row_id, uint32_t place) {
-    uint32_t found = 0;
-    if (place < b.tier.num_slots) {
-      uint32_t* const priority = b.tier.priority + place;  // for most positions of a frequent row it is already pinned
-      if ((*reinterpret_cast<volatile uint32_t*>(priority) & kPinned) == 0) {
-        const uint32_t old = atomicOr(priority, kPinned);
-        if ((old & kPinned) == 0) {
-          ++num_hits;
-          if (const uint32_t used = b.tier.Use(place, old, now); used != old) atomicExch(priority, used | kPinned);
-        }
-      }
-    } else if (b.IsRow(row_id) && place >= kPending && b.tier.IsUsed(row_id, place)) {
-      const uint32_t old = atomicMin(b.tier.PlaceAt(row_id), kPending + static_cast<uint32_t>(i));
-      if (!IsPending(old)) {
-        found = old;
-        ++num_missing;
-      }
-    }
-    b.found[i] = found;
-  });
-  num_hits = __reduce_add_sync(~0u, num_hits);
-  num_missing = __reduce_add_sync(~0u, num_missing);
-  if (threadIdx.x % kWarp != 0) return;
-  if (num_hits != 0) atomicAdd(&b.control->num_hits, num_hits);
-  if (num_missing != 0) atomicAdd(&b.control->num_missing, num_missing);
-}
-
-/// Counts the first positions of missing rows, and gives them the rows' former places.
-__device__ __forceinline__ void CountMissing(const Bringing& b) {
+/// Counts the first positions of missing rows, gives them the rows' former places, and marks them in `found`.
+__device__ __forceinline__ void CountMissing(const Bringing& b, Shared& shared) {
   const Share share(b.num_keys, kPlaceBlock);
   uint32_t count = 0;
-  for (int64_t begin = share.begin; begin < share.end; begin += kPlaceBlock) {
-    const int64_t i = begin + threadIdx.x;
-    if (i < b.num_keys && b.found[i] != 0) {
-      const uint32_t place = *b.tier.PlaceAt(b.row_ids[i]);
-      if (IsPending(place)) b.former_place[place - kPending] = b.found[i];
-    }
-    count += static_cast<uint32_t>(__syncthreads_count(b.IsFirst(i)));
+  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
+    const uint32_t found = b.found[i];
+    if (found == 0) continue;
+    const uint32_t place = *b.tier.PlaceAt(b.row_ids[i]);  // pending, unless the row was placed as foreseen
+    if (IsPending(place) && found != kSeen) b.former_place[place - kPending] = found;
+    const bool is_first = place == kPending + static_cast<uint32_t>(i);
+    b.found[i] = is_first ? kSeen : 0;
+    count += is_first ? 1 : 0;
   }
-  if (threadIdx.x == 0) b.missing_counts[blockIdx.x] = count;
+  const uint64_t all = SumOfBlock(shared, count).all;
+  if (threadIdx.x == 0) b.missing_counts[blockIdx.x] = all;
 }
 
 /// Numbers the missing rows by their first positions.
@@ -235,7 +263,7 @@ __device__ __forceinline__ void RankMissing(const Bringing& b, Shared& shared, u
   const Share share(b.num_keys, kPlaceBlock);
   for (int64_t begin = share.begin; begin < share.end; begin += kPlaceBlock) {
     const int64_t i = begin + threadIdx.x;
-    const bool is_first = b.IsFirst(i);
+    const bool is_first = i < b.num_keys && b.found[i] != 0;
     const Sums sums = SumOfBlock(shared, is_first ? 1 : 0);
     if (is_first) {
       const uint32_t rank = static_cast<uint32_t>(num_before + sums.before);
@@ -350,7 +378,8 @@ __device__ __forceinline__ uint32_t CountMove(uint32_t* counts, uint32_t part, b
   return part < kParts ? atomicAdd(counts + part, 1u) : part == kParts ? ahead : fresh;
 }
 
-/// Gives a row a slot, and notes the moves. Reads before it writes: the reads then run at the same time.
+/// Gives a row a slot, with its priority there, and notes the moves. Reads before it writes: the reads then run at the
+/// same time.
 __device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uint32_t slot, uint32_t priority,
                                          Move* leaving) {
   const TierView& tier = b.tier;
@@ -367,7 +396,7 @@ __device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uin
   *tier.OwnerAt(slot) = {record.key, record.table, row_id};
   if (!is_kept) return;
   tier.last_use[slot] = b.tier.Now();
-  tier.priority[slot] = priority | kPinned;
+  tier.priority[slot] = priority;
   *tier.PlaceAt(row_id) = slot;
   tier.NoteContent(row_id, own_record, false);
 }
@@ -378,10 +407,10 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t
   if (rank >= num_victims && rank - num_victims >= b.tier.num_staged) return;  // only in an invalid state
   const uint32_t first = b.missing[rank], slot = b.SlotOfRank(rank, num_victims), from = b.former_place[first];
   *coming = {slot, b.row_ids[first], from == kFresh ? kNoRow : b.tier.RecordOf(b.row_ids[first]), kNoRow};
-  TakeSlot(b, coming->row_id, slot, b.tier.PriorityFrom(from, b.tier.Now()), leaving);
+  TakeSlot(b, coming->row_id, slot, b.tier.PriorityFrom(from, b.tier.Now()) | kPinned, leaving);
 }
 
-/// Lists the slot that the row of a rank would take, marks it, and restores the row's place.
+/// Lists the slot that the row of a rank would take, and marks it. Its positions still find its rank in its place.
 __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32_t num_victims, Move* leaving,
                                         Move* coming) {
   const TierView& tier = b.tier;
@@ -389,7 +418,6 @@ __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32
   const uint32_t first = b.missing[rank], slot = is_listed ? b.victims[rank] : 0;
   const uint32_t row_id = b.row_ids[first], from = b.former_place[first], former = tier.owners[slot].free_id;
   const uint32_t record = tier.RecordOf(row_id), former_record = former < tier.capacity ? tier.RecordOf(former) : 0;
-  *tier.PlaceAt(row_id) = from;
   if (!is_listed) return;
   const uint32_t is_fresh = from == kFresh ? 1 : 0;
   tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
@@ -429,8 +457,7 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
   const TierView& tier = b.tier;
   const uint32_t num_listed = b.NumListed(tier.counters[kTierForeseen]);
   MovedRows moved;
-  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_listed; begin += gridDim.x * kPlaceBlock) {
-    const uint32_t rank = begin + threadIdx.x;
+  ForRanks(num_listed, [&](uint32_t rank) {
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
     if (rank < num_listed) {
       const Foreseen foreseen = tier.foreseen[rank];
@@ -442,25 +469,28 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
       const uint32_t ahead = may_be_ahead ? tier.area->row_ids[rank] : kNoRow;
       if ((priority == 0 || priority == kMarked) && IsPending(place)) {
         coming = {foreseen.slot, foreseen.row_id, record, ahead == foreseen.row_id ? rank : kNoRow};
-        TakeSlot(b, foreseen.row_id, foreseen.slot, foreseen.priority, &leaving);
+        TakeSlot(b, foreseen.row_id, foreseen.slot, foreseen.priority | kPinned, &leaving);
       }
     }
     const bool is_placed = coming.row_id != kNoRow;
     CountMoves(b, &leaving, coming, &moved);
     const uint32_t at = CountLane(&b.control->num_foreseen, is_placed);
-    if (!is_placed) continue;
+    if (!is_placed) return;
     b.leaving[at] = leaving;
     b.coming[at] = coming;
-  }
+  });
   moved.AddTo(b.control);
 }
 
 constexpr int kLanesOfRow = 8;   // that look for a record together
 constexpr int kPairsOfLane = 8;  // of neighbouring records: eight lanes read 128 at once, the page of 124 of 528 bytes
-constexpr uint32_t kPages = 4;   // that they look at: a page may have no record to give
+// The lanes look at further pages, since one may have no record to give: at as many as have so many records of rows in
+// the cache, which have no content. All blocks wait for the last row, so more pages take longer where a few suffice.
+constexpr int64_t kRecordsWanted = 16;
+constexpr uint32_t kLeastPages = 2, kMostPages = 4;
 
 /// Lets eight lanes find a record without content in a page for a row that leaves, and take it: the row then exchanges
-/// records with the one that had it, which is listed in `missing`, and the record that this one gets in `victims`.
+/// records with the one that had it, which is listed in `found`, and the record that this one gets in `victims`.
 /// Returns the record, or kNoRow if there is none, or the lanes do not look. All lanes of a warp call it, and stay
 /// together: their chains of reads then run at the same time.
 ///
@@ -509,7 +539,7 @@ __device__ __forceinline__ uint32_t TakeRecord(const Bringing& b, bool looks, co
           record = tried;
           tier.SetHome(former, leaving.record);
           tier.SetHome(leaving.row_id, record);
-          b.missing[rank] = former;
+          b.found[rank] = former;
           b.victims[rank] = leaving.record;
         }
       }
@@ -533,14 +563,14 @@ __device__ __forceinline__ void ExchangeRecords(const Bringing& b, uint32_t num_
     Move leaving{kNoRow, kNoRow, 0, kNoRow};
     uint32_t coming = kNoRow;  // a record in the i-th lane that is that of the i-th row from this one on
     if (rank < num_missing) {
-      const Move& next = b.coming[(rank + lane % kPages) % num_missing];
+      const Move& next = b.coming[(rank + lane % kMostPages) % num_missing];
       leaving = b.leaving[rank];
       if (next.row_id != kNoRow) coming = next.record;
-      if (lane == 0) b.missing[rank] = kNoRow;
+      if (lane == 0) b.found[rank] = kNoRow;
     }
-    __syncwarp();  // another lane may write `missing` below
+    __syncwarp();  // another lane may write `found` below
     bool looks = leaving.row_id != kNoRow;
-    for (uint32_t i = 0; i < kPages && __any_sync(~0u, looks); ++i) {
+    for (uint32_t i = 0; i < b.num_pages && __any_sync(~0u, looks); ++i) {
       const uint32_t near = __shfl_sync(~0u, coming, first_lane + i);
       const RecordRange page = near == kNoRow ? RecordRange{0, 0} : b.tier.PageOf(near);
       if (page.begin <= leaving.record && leaving.record < page.end) looks = false;
@@ -557,17 +587,17 @@ __device__ __forceinline__ void ExchangeRecords(const Bringing& b, uint32_t num_
 
 /// Notes whose the records are that rows got in exchange.
 __device__ __forceinline__ void NoteExchanges(const Bringing& b, uint32_t num_missing) {
-  for (uint32_t rank = blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_missing; rank += gridDim.x * kPlaceBlock) {
-    if (b.missing[rank] != kNoRow) b.tier.NoteContent(b.missing[rank], b.victims[rank], false);
-  }
+  ForRanks(num_missing, [&](uint32_t rank) {
+    if (rank >= num_missing || b.found[rank] == kNoRow) return;
+    b.tier.NoteContent(b.found[rank], b.victims[rank], false);
+  });
 }
 
 /// Gives the missing rows their slots and counts the moves of each part, or predicts the slots.
 __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before, uint32_t num_missing,
                                          uint32_t num_victims) {
   MovedRows moved;
-  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_missing; begin += gridDim.x * kPlaceBlock) {
-    const uint32_t rank = begin + threadIdx.x;
+  ForRanks(num_missing, [&](uint32_t rank) {
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
     if (rank < num_missing) {
       if (b.is_ahead) {
@@ -581,10 +611,10 @@ __device__ __forceinline__ void MoveRows(const Bringing& b, uint32_t num_before,
     } else {
       CountMoves(b, &leaving, coming, &moved);
     }
-    if (rank >= num_missing) continue;
+    if (rank >= num_missing) return;
     b.leaving[num_before + rank] = leaving;
     b.coming[num_before + rank] = coming;
-  }
+  });
   moved.AddTo(b.control);
 }
 
@@ -619,8 +649,7 @@ __device__ __forceinline__ void SumParts(const Bringing& b, Shared& shared) {
 /// Lists the moves by part. Ahead of a call also lists in the area what is to be read, as addresses.
 __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_moves) {
   AheadArea* const area = b.ListsAhead() ? b.tier.area : nullptr;
-  for (uint32_t begin = blockIdx.x * kPlaceBlock; begin < num_moves; begin += gridDim.x * kPlaceBlock) {
-    const uint32_t rank = begin + threadIdx.x;
+  ForRanks(num_moves, [&](uint32_t rank) {
     Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
     if (rank < num_moves) {
       leaving = b.leaving[rank];
@@ -631,37 +660,40 @@ __device__ __forceinline__ void OrderMoves(const Bringing& b, uint32_t num_moves
     const uint32_t to = CountMove(b.coming_parts, b.PartOf(coming), comes);
     if (leaves) b.moves.leaving[from] = leaving;
     if (comes) b.moves.coming[to] = coming;
-    if (area == nullptr || rank >= b.most_ahead) continue;
+    if (area == nullptr || rank >= b.most_ahead) return;
     area->row_ids[rank] = coming.row_id;
-    if (!comes) continue;
+    if (!comes) return;
     char* const here = area->records + int64_t{rank} * b.tier.host_bytes;
     area->coming[to] = {b.tier.HostAt(coming.record), reinterpret_cast<uint64_t>(here)};
-  }
-}
-
-/// Unpins the slots of the call's rows, and unless it is ahead of a call writes the slot of every position.
-__device__ __forceinline__ void FindSlots(const Bringing& b, uint32_t num_victims) {
-  ForPlaces(b, [&](int64_t i, uint32_t row_id, uint32_t place) {
-    uint32_t slot = kNoRow;
-    if (place < b.tier.num_slots) {
-      slot = place;
-      uint32_t* const priority = b.tier.priority + place;
-      if ((*reinterpret_cast<volatile uint32_t*>(priority) & kPinned) != 0) atomicAnd(priority, ~kPinned);
-    } else if (IsPending(place)) {
-      slot = b.SlotOfRank(b.rank_of[min(int64_t{place - kPending}, b.num_keys - 1)], num_victims);
-    } else if (place == kFresh && b.IsRow(row_id)) {
-      slot = 0;
-    }
-    if (!b.is_ahead) b.slots[i] = slot;
   });
 }
 
-/// Restores the places of staged rows.
-__device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t num_missing, uint32_t num_victims) {
-  for (uint32_t rank = num_victims + blockIdx.x * kPlaceBlock + threadIdx.x; rank < num_missing;
-       rank += gridDim.x * kPlaceBlock) {
-    *b.tier.PlaceAt(b.row_ids[b.missing[rank]]) = b.former_place[b.missing[rank]];
+/// Unpins the slots of the call's rows, and finds those of rows that were missing.
+__device__ __forceinline__ void FindSlots(const Bringing& b, uint32_t num_victims) {
+  const uint32_t num_listed = min(num_victims, b.NumListed(~0u));
+  const Share share(b.num_keys, kPlaceBlock);
+  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += kPlaceBlock) {
+    uint32_t slot = b.list.slots[i];
+    if (slot == kToFind) {
+      const uint32_t place = *b.tier.PlaceAt(b.row_ids[i]);
+      slot = place < b.tier.num_slots ? place : kNoRow;
+      if (IsPending(place)) {
+        const uint32_t rank = b.rank_of[min(int64_t{place - kPending}, b.num_keys - 1)];
+        slot = !b.is_ahead ? b.SlotOfRank(rank, num_victims) : rank < num_listed ? rank | kIsForeseen : kNoRow;
+      }
+      b.list.slots[i] = slot;
+    }
+    if (slot < b.tier.num_slots) atomicAnd(b.tier.priority + slot, ~kPinned);
   }
+}
+
+/// Restores the places of rows from a rank on, which got no slot.
+__device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t first_rank, uint32_t num_missing) {
+  ForRanks(num_missing - first_rank, [&](uint32_t number) {
+    if (number >= num_missing - first_rank) return;
+    const uint32_t first = b.missing[first_rank + number];
+    *b.tier.PlaceAt(b.row_ids[first]) = b.former_place[first];
+  });
 }
 
 /// Counts the moves of the call; one thread calls it.
@@ -675,6 +707,8 @@ __device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t youn
   if (b.is_ahead) {
     counters[kTierTicket] = has_missing ? counters[kTierClock] : 0;
     counters[kTierForeseen] = b.NumListed(num_victims);
+    const bool is_complete = b.NumListed(num_victims) == b.control->num_missing;
+    *b.list.stamp = {is_complete ? 1u : 0u, counters[kTierTicket], b.control->num_hits};
     if (b.ListsAhead()) {
       b.tier.area->num_coming = has_missing ? b.moves.counts[kNumFromHost] : 0;
       b.tier.area->listed = counters[kTierTicket];
@@ -686,6 +720,120 @@ __device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t youn
   counters[kTierWritten] += b.control->num_written;
   counters[kTierAhead] += b.control->num_ahead;
   if (has_missing) counters[kTierTicket] = 0;
+  const uint32_t num_kept = b.control->num_foreseen + num_victims;
+  const bool is_complete = num_kept == b.control->num_missing;  // no row is staged
+  *b.list.stamp = {is_complete ? 1u : 0u, 0, b.control->num_hits + num_kept};
+}
+
+/// Counts the row of a known slot as used. Other positions of the row do the same at the same time: a thread that sees
+/// the new time here also sees the new priority.
+__device__ __noinline__ void UseKnown(const Bringing& b, uint32_t slot, uint32_t now) {
+  const cuda::atomic_ref<uint32_t, cuda::thread_scope_device> last_use(b.tier.last_use[slot]);
+  const cuda::atomic_ref<uint32_t, cuda::thread_scope_device> priority(b.tier.priority[slot]);
+  const uint32_t last = last_use.load(cuda::memory_order_acquire), old = priority.load(cuda::memory_order_relaxed);
+  if (!TierView::BeginsUse(last, old, now)) return;
+  priority.store(last, cuda::memory_order_relaxed);
+  last_use.store(now, cuda::memory_order_release);
+}
+
+/// What a list says of the slot of a position, and what is there.
+struct KnownSlot {
+  uint32_t slot;      // kNoRow: its row is foreseen, or there is none
+  uint32_t owner;     // of the slot
+  Foreseen foreseen;  // row_id is kNoRow: its row is not foreseen
+  SlotUse use;
+
+  __device__ static KnownSlot Of(const TierView& tier, uint32_t known, uint32_t num_foreseen) {
+    const uint32_t rank = TierView::RankOf(known), slot = known < tier.num_slots ? known : kNoRow;
+    KnownSlot is{slot, kNoRow, {kNoRow, kNoRow, 0, 0}, SlotUse::Of(tier, slot)};
+    if (slot != kNoRow) is.owner = tier.owners[slot].free_id;
+    if (rank < num_foreseen) is.foreseen = tier.foreseen[rank];
+    return is;
+  }
+};
+
+/// Lists the slots that are known, and counts their rows as used. Notes if one is no longer that of its row.
+__device__ __forceinline__ void CheckKnown(const Bringing& b, uint32_t now) {
+  const TierView& tier = b.tier;
+  const bool comes = b.known.stamp->ticket != 0;
+  const uint32_t num_foreseen = comes ? tier.counters[kTierForeseen] : 0;
+  bool holds = true;
+  const Share share(b.num_keys, kPlaceBlock);
+  for (int64_t begin = share.begin + threadIdx.x; begin < share.end; begin += kKeysTogether * kPlaceBlock) {
+    uint32_t row_id[kKeysTogether], known[kKeysTogether];
+    KnownSlot at[kKeysTogether];
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) {
+      const int64_t i = begin + k * kPlaceBlock;
+      row_id[k] = i < share.end ? b.row_ids[i] : kNoRow;
+      known[k] = i < share.end ? b.known.slots[i] : kNoRow;
+    }
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) at[k] = KnownSlot::Of(tier, known[k], num_foreseen);
+#pragma unroll
+    for (int k = 0; k < kKeysTogether; ++k) {
+      const int64_t i = begin + k * kPlaceBlock;
+      const bool is_here = b.IsRow(row_id[k]) && at[k].owner == row_id[k];
+      const bool is_foreseen = b.IsRow(row_id[k]) && at[k].foreseen.row_id == row_id[k];
+      holds &= b.IsRow(row_id[k]) ? is_here || is_foreseen : known[k] == kNoRow;
+      if (i < share.end) b.list.slots[i] = is_foreseen ? at[k].foreseen.slot : at[k].slot;
+      if (!is_here) continue;
+      holds &= !comes || at[k].use.priority != kMarked;  // marked, it is foreseen for another row
+      if (TierView::BeginsUse(at[k].use.last, at[k].use.priority, now)) UseKnown(b, at[k].slot, now);
+    }
+  }
+  ForRanks(num_foreseen, [&](uint32_t rank) {
+    bool is_ahead = false;
+    if (rank < num_foreseen) {
+      const Foreseen row = tier.foreseen[rank];
+      is_ahead = row.is_fresh == 0;
+      holds &= tier.MayCome(row, SlotUse::Of(tier, row.slot).priority);
+      holds &= !is_ahead || tier.area->row_ids[rank] == row.row_id;
+    }
+    CountLane(&b.control->num_to_read, is_ahead);
+  });
+  if (!holds) b.control->is_unknown = 1;
+}
+
+/// Gives the foreseen rows, which were read ahead, their slots.
+__device__ __forceinline__ void PlaceKnown(const Bringing& b) {
+  const TierView& tier = b.tier;
+  const uint32_t num_foreseen = tier.counters[kTierForeseen], num_to_read = b.control->num_to_read;
+  MovedRows moved;
+  ForRanks(num_foreseen, [&](uint32_t rank) {
+    Move leaving{kNoRow, kNoRow, 0, kNoRow}, coming = leaving;
+    if (rank < num_foreseen) {
+      const Foreseen row = tier.foreseen[rank];
+      coming = {row.slot, row.row_id, row.is_fresh != 0 ? kNoRow : tier.RecordOf(row.row_id), rank};
+      TakeSlot(b, row.row_id, row.slot, row.priority, &leaving);
+    }
+    const bool is_fresh = coming.record == kNoRow, leaves = leaving.row_id != kNoRow && leaving.ahead == kNoRow;
+    moved.written += leaving.row_id != kNoRow ? 1 : 0;
+    const uint32_t of_ahead = CountLane(&b.control->num_fetched, rank < num_foreseen && !is_fresh);
+    const uint32_t of_fresh = CountLane(&b.control->num_fresh, rank < num_foreseen && is_fresh);
+    const uint32_t of_leaving = CountLane(&b.control->num_leaving, leaves);
+    if (rank < num_foreseen) b.moves.coming[is_fresh ? num_to_read + of_fresh : of_ahead] = coming;
+    if (leaves) b.moves.leaving[of_leaving] = leaving;
+  });
+  moved.AddTo(b.control);
+}
+
+/// Counts the moves of a call whose slots were known; one thread calls it.
+__device__ void CountKnown(const Bringing& b) {
+  uint32_t* const counters = b.tier.counters;
+  const SlotsStamp known = *b.known.stamp;
+  const uint32_t num_coming = b.control->num_fetched + b.control->num_fresh;
+  b.moves.counts[kNumLeaving] = b.control->num_leaving;
+  b.moves.counts[kNumFromHost] = 0;
+  b.moves.counts[kNumNotFresh] = b.control->num_fetched;
+  b.moves.counts[kNumComing] = num_coming;
+  counters[kTierClock] += 1;
+  counters[kTierHits] += known.num_rows;
+  counters[kTierFetched] += b.control->num_fetched;
+  counters[kTierWritten] += b.control->num_written;
+  counters[kTierAhead] += b.control->num_fetched;
+  if (known.ticket != 0) counters[kTierTicket] = 0;
+  *b.list.stamp = {1, 0, known.num_rows + num_coming};
 }
 
 // All blocks run at once and synchronise between steps. In a step no block reads what another one writes, but for words
@@ -696,9 +844,23 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
   const uint32_t now = b.tier.Now();
   const bool may_be_foreseen = !b.is_ahead && b.tier.counters[kTierTicket] != 0;
   const uint32_t first_tile = b.window.First(b.tier.counters[kTierWindow]);
+  if (b.MayKnowSlots()) {
+    CheckKnown(b, now);
+    all_blocks.sync();
+    if (b.control->is_unknown == 0) {
+      if (b.known.stamp->ticket != 0) {
+        PlaceKnown(b);
+        all_blocks.sync();
+      }
+      if (blockIdx.x == 0 && threadIdx.x == 0) CountKnown(b);
+      return;
+    }
+  }
   if (b.is_ahead) UnmarkSlots(b);
-  if (b.ListsAhead() && blockIdx.x == 0) WaitForJob(b.tier.area->reads, &b.tier.area->last_read);  // it has a list
-  MarkRows(b, now);
+  if (b.ListsAhead() && blockIdx.x == gridDim.x - 1) {
+    WaitForJob(b.tier.area->reads, &b.tier.area->last_read);  // it has a list
+  }
+  MarkRows(b, shared, now);
   all_blocks.sync();
   const uint32_t num_moves = b.control->num_missing;
   uint32_t num_missing = num_moves, num_victims = 0;
@@ -711,7 +873,7 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
       num_missing -= b.control->num_foreseen;
     }
     if (num_missing != 0) {
-      CountMissing(b);
+      CountMissing(b, shared);
       CountAges(b, shared, now, first_tile);
       all_blocks.sync();
       RankMissing(b, shared, SumOfBlocks(shared, b.missing_counts).before);
@@ -723,36 +885,43 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
       MoveRows(b, num_moves - num_missing, num_missing, num_victims);
       all_blocks.sync();
       if (b.is_ahead) {
+        FindSlots(b, num_victims);
         ExchangeRecords(b, num_missing);
         all_blocks.sync();
         NoteExchanges(b, num_missing);
+        RestorePlaces(b, 0, num_missing);
       }
     }
     SumParts(b, shared);
     all_blocks.sync();
     OrderMoves(b, num_moves);
   }
-  FindSlots(b, num_victims);
+  if (!b.is_ahead || num_moves == 0) FindSlots(b, num_victims);
   if (!b.is_ahead && num_missing > num_victims) {
     all_blocks.sync();
-    RestorePlaces(b, num_missing, num_victims);
+    RestorePlaces(b, num_victims, num_missing);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) CountCall(b, num_victims, shared.youngest, first_tile);
 }
 
 /// Launches the kernel.
-LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                   const Moves& moves, bool is_ahead, void* workspace) {
+LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                   const SlotList& known, const SlotList& list, const Moves& moves, bool is_ahead, void* workspace) {
   Bringing b{};
   b.tier = tier;
   b.row_ids = row_ids;
   b.num_keys = num_keys;
-  b.slots = slots;
+  b.known = known;
+  b.list = list;
   b.moves = moves;
   b.is_ahead = is_ahead;
   b.window = SlotWindow::Of(tier.num_slots, num_keys);
   b.most_ahead = std::min(MostAhead(tier.host_bytes), tier.most_foreseen);
   while ((tier.capacity - 1) >> b.shift >= kParts) ++b.shift;
+  // A page has free_records / capacity records of rows in the cache.
+  const int64_t free_records = std::max<int64_t>(1, kPageBytes / tier.host_bytes * tier.num_slots);
+  b.num_pages = static_cast<uint32_t>(
+      std::clamp(CeilDiv(kRecordsWanted * tier.capacity, free_records), int64_t{kLeastPages}, int64_t{kMostPages}));
   WorkspaceCutter cut(workspace);
   b.control = cut.Take<BringControl>(1);
   b.ages = cut.Take<uint32_t>(kAges);
@@ -786,14 +955,14 @@ LaunchError Launch(Stream stream, const TierView& tier, const uint32_t* row_ids,
 
 }  // namespace
 
-LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys, uint32_t* slots,
-                        const Moves& moves, void* workspace) {
-  return Launch(stream, tier, row_ids, num_keys, slots, moves, false, workspace);
+LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
+                        const SlotList& known, const SlotList& list, const Moves& moves, void* workspace) {
+  return Launch(stream, tier, row_ids, num_keys, known, list, moves, false, workspace);
 }
 
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
-                             const Moves& moves, void* workspace) {
-  return Launch(stream, tier, row_ids, num_keys, nullptr, moves, true, workspace);
+                             const SlotList& list, const Moves& moves, void* workspace) {
+  return Launch(stream, tier, row_ids, num_keys, SlotList{}, list, moves, true, workspace);
 }
 
 }  // namespace jaxsok

@@ -48,7 +48,8 @@ class Tier:
 _TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
 _PLACING_ARRAYS = ("places", "homes", "owners", "last_use", "priority", "foreseen", "counters", "order")
 
-_MOVE_WORDS = 4  # `Move` in ffi/kernels/tier.h
+_STAMP_WORDS = 3  # `SlotsStamp` in ffi/kernels/tier.h
+_MOVE_WORDS = 4  # `Move`
 MOVE_BYTES = 4 * _MOVE_WORDS  # of a row that leaves or comes, in a list
 _MOVE_COUNTS = 4  # `MoveCount`
 
@@ -56,11 +57,28 @@ MOST_FORESEEN = 1 << 16
 """Rows of a store that are foreseen for a call, at most: `kMostAhead` in ffi/kernels/tier.h."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+@no_type_check
+class SlotList:
+    """The slots of a call's rows, as `SlotList` in tier.h: a later call with the same row ids need not find them.
+
+    A list is only a hint: the later call checks each slot, and finds all rows again if one is no longer that of its
+    row.
+    """
+
+    slots: RowIds
+    stamp: UInt32[Array, "3"]
+    """`SlotsStamp`: all zeros where the list says nothing."""
+
+
 class Brought(NamedTuple):
     """Rows that a call may read and write, by slot: slots below `num_lines` are the cache's, the others are staged."""
 
     slots: RowIds
     """The slot of each row asked for; NO_ROW where there is none."""
+    known: SlotList | None
+    """The same for a later call; None where nothing was kept."""
     staged_rows: Float[Array, "num_staged dim"]
     """Staged rows; none if everything fits the cache."""
     staged_states: tuple[Float32[Array, "num_staged _"], ...]
@@ -98,20 +116,21 @@ def bring(
     num_slots: int,
     *,
     keeps: bool,
+    known: SlotList | None = None,
 ) -> tuple[Tier, tuple[HostSlab, ...], UInt32[Array, " num_counters"], Brought]:
     """Gives every row of a call a slot that holds its numbers. See `LaunchBring` in ffi/kernels/tier.h.
 
     Tier, host slabs and the store's counters are donated; the counters do not change, but an op that takes them, as one
     that changes records, comes after this one. `initial_values` are those of optimizer state, for fresh rows. Without
     `keeps` nothing changes, nor is donated: what the cache does not have is staged, once for each position
-    (`LaunchPeek`).
+    (`LaunchPeek`). `known` is what an earlier call with the same row ids returned: it saves
+    time, and changes nothing else.
     """
     num_keys = row_ids.shape[0]
     room = num_staged(num_keys, num_slots, keeps=keeps)
     states = tuple(result(row_ids, (room, state.shape[1]), "float32") for state in tier.states)
     staged = {"staged_rows": result(row_ids, (room, tier.rows.shape[1]), tier.rows.dtype), "staged_states": states}
     owners = {"staged_owners": result(row_ids, (room, RECORD_WORDS), "uint32")}
-    slots = {"slots": result(row_ids, (num_keys,), "uint32")}
     sizes = {"num_slabs": len(host), "num_states": len(tier.states)}
     fresh = {"tables": tables, "seed": seed}
     initial = np.asarray(initial_values, np.float32)
@@ -126,13 +145,15 @@ def bring(
         out = call(
             "jaxsok_tier_peek",
             read | {"records": tuple(records), "row_ids": row_ids} | fresh,
-            slots | owners | staged,
+            {"slots": result(row_ids, (num_keys,), "uint32")} | owners | staged,
             num_slots=num_slots,
             initial=initial,
             **sizes,
         )
-        return tier, tuple(host), counters, _make_brought(out)
-    placed = _call_placing("jaxsok_tier_bring", tier, host, records, counters, row_ids, num_slots, slots | owners)
+        return tier, tuple(host), counters, _make_brought(out, None)
+    known = known or SlotList(row_ids, jnp.zeros(_STAMP_WORDS, jnp.uint32))  # it says nothing
+    of_rows = {"row_ids": row_ids, "known_slots": known.slots, "known_stamp": known.stamp}
+    placed = _call_placing("jaxsok_tier_bring", tier, host, records, counters, of_rows, num_slots, owners)
     host = _write_leaving(host, tier.rows, tier.states, placed["leaving"], placed["counts"])
     out = call(
         "jaxsok_tier_read",
@@ -152,7 +173,8 @@ def bring(
         **sizes,
     )
     tier = Tier(**{name: (out if name in ("rows", "states") else placed)[name] for name in _TIER_ARRAYS})
-    return tier, host, placed["store_counters"], _make_brought(placed | out)
+    known = SlotList(placed["slots"], placed["stamp"])
+    return tier, host, placed["store_counters"], _make_brought(placed | out, known)
 
 
 def bring_ahead(
@@ -162,13 +184,14 @@ def bring_ahead(
     counters: UInt32[Array, " num_counters"],
     row_ids: RowIds,
     num_slots: int,
-) -> tuple[Tier, tuple[HostSlab, ...], UInt32[Array, " num_counters"]]:
+) -> tuple[Tier, tuple[HostSlab, ...], UInt32[Array, " num_counters"], SlotList]:
     """Begins to move what `bring` of the same rows will move; no place changes. See `LaunchBringAhead`.
 
     Tier, host slabs and the store's counters are donated, as by `bring`. On a GPU records cross the link while other
     work runs: slabs of pinned memory that the library made get it, others nothing.
     """
-    listed = _call_placing("jaxsok_tier_bring_ahead", tier, host, records, counters, row_ids, num_slots, {})
+    of_rows = {"row_ids": row_ids}
+    listed = _call_placing("jaxsok_tier_bring_ahead", tier, host, records, counters, of_rows, num_slots, {})
     leaving = listed["leaving"], listed["counts"]
     host = _write_leaving(host, tier.rows, tier.states, *leaving, target="jaxsok_tier_write_ahead")
     # It takes the slabs that come back, so the counters do so after both have begun.
@@ -181,7 +204,8 @@ def bring_ahead(
         num_states=len(tier.states),
     )
     changed = {name: listed[name] for name in _PLACING_ARRAYS} | {"counters": out["counters"]}
-    return dataclasses.replace(tier, **changed), host, listed["store_counters"]
+    slots = SlotList(listed["slots"], listed["stamp"])
+    return dataclasses.replace(tier, **changed), host, listed["store_counters"], slots
 
 
 def wait(tier: Tier, host: Sequence[HostSlab]) -> Tier:
@@ -197,19 +221,22 @@ def _call_placing(
     host: Sequence[HostSlab],
     records: Sequence[RecordSlab],
     counters: UInt32[Array, " num_counters"],
-    row_ids: RowIds,
+    of_rows: Mapping[str, Any],
     num_slots: int,
     results: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Calls a target that lists moves; also returns the arrays of the tier that it changes, and the counters."""
     changed = {name: getattr(tier, name) for name in _PLACING_ARRAYS}
+    row_ids = of_rows["row_ids"]
     num_keys = row_ids.shape[0]
     moves = result(row_ids, (num_keys, _MOVE_WORDS), "uint32")
     return call(
         target,
-        changed | {"records": tuple(records), "host": tuple(host), "store_counters": counters, "row_ids": row_ids},
-        dict(results)
-        | {
+        changed | {"records": tuple(records), "host": tuple(host), "store_counters": counters, **of_rows},
+        {
+            "slots": result(row_ids, (num_keys,), "uint32"),
+            "stamp": result(row_ids, (_STAMP_WORDS,), "uint32"),
+            **results,
             "leaving": moves,
             "coming": moves,
             "counts": result(row_ids, (_MOVE_COUNTS,), "uint32"),
@@ -222,8 +249,8 @@ def _call_placing(
     )
 
 
-def _make_brought(out: Mapping[str, Any]) -> Brought:
-    return Brought(**{name: out[name] for name in Brought._fields})
+def _make_brought(out: Mapping[str, Any], known: SlotList | None) -> Brought:
+    return Brought(out["slots"], known, out["staged_rows"], out["staged_states"], out["staged_owners"])
 
 
 def _write_leaving(

@@ -279,7 +279,7 @@ def test_rows_leave_for_the_pages_of_those_that_come():
     num_leaving = num_near = 0
     for _ in range(12):
         keys = rng.choice(num_rows, 64, replace=False)
-        store = bring_ahead(state.stores[0], jnp.asarray(keys, jnp.uint32))
+        store, _ = bring_ahead(state.stores[0], jnp.asarray(keys, jnp.uint32))
         (tier,) = store.tier
         coming, slots = np.asarray(tier.foreseen)[: tier.counters[TIER_COUNTERS.index("num_foreseen")], :2].T
         leaving = np.asarray(tier.owners)[slots, 3]
@@ -380,6 +380,61 @@ def test_a_stale_plan_brings_nothing(device_rows):
     assert_law(plain, want, tiered, got)
 
 
+@pytest.mark.parametrize("num_others", [0, 1, 2])
+def test_a_step_between_a_lookup_and_its_update(num_others):
+    """Rows of other batches take slots that the plan knows, and may be the rows that stay."""
+
+    def run(collection):
+        raws = raw_batches(collection, num_steps=12)  # the first and the last have no key in common
+        state, _ = run_loop(collection, raws[:1])
+        for _ in range(2):
+            embeddings, state, plan = programs.lookup(collection)(state, collection.batch(raws[0]).features)
+            state, results = run_loop(collection, raws[12 - num_others :], state=state)
+            state, stats = programs.update(collection)(state, plan, embeddings)
+            stats.check()
+        return state, results
+
+    plain, tiered = collection_of("one table"), collection_of("one table", 40)
+    (want, results), (got, others) = run(plain), run(tiered)
+    assert_same_results(results, others)
+    assert_law(plain, want, tiered, got)
+
+
+@pytest.mark.parametrize("device_rows", [40, 24, 0])
+def test_the_plan_of_another_branch(device_rows):
+    """Branches of a state that look up the same keys have the same plan (decision 0011), not the same rows cached."""
+
+    def run(collection):
+        lookup, update = programs.lookup(collection), programs.update(collection)
+
+        def batch(first):
+            keys = np.arange(first, first + NUM_SAMPLES)
+            ones = {"lengths": np.ones(NUM_SAMPLES, int), "weights": np.ones(NUM_SAMPLES, np.float32)}
+            bags = {True: jaxsok.Bags(keys, **ones), False: keys}
+            return collection.batch({feature.name: bags[feature.weighted] for feature in collection.features}).features
+
+        def step(state, first):
+            embeddings, state, plan = lookup(state, batch(first))
+            return update(state, plan, embeddings)[0]
+
+        state = functools.reduce(step, (0, 16, 32), collection.init(0))
+        embeddings, state, of_first = lookup(state, batch(0))
+        state = functools.reduce(step, (16, 32), state)  # in a small cache, the rows of the first batch leave
+        other = jax.tree.map(jnp.copy, state)
+        # One branch brings the rows of an update first, and the other those of a lookup.
+        state = update(state, jax.tree.map(jnp.copy, of_first), embeddings)[0]
+        ones, state, plan = lookup(state, batch(8))
+        _, other, _ = lookup(other, batch(8))
+        other = update(other, of_first, embeddings)[0]
+        other, stats = update(other, plan, jax.tree.map(jnp.ones_like, ones))
+        stats.check()
+        assert stats.num_misused_plans == 0
+        return other
+
+    plain, tiered = collection_of("one table"), collection_of("one table", device_rows)
+    assert_law(plain, run(plain), tiered, run(tiered))
+
+
 # ------------------------------------------------------------------------------------------------------ execution modes
 
 
@@ -425,7 +480,7 @@ def test_a_row_id_that_was_foreseen_gets_another_row():
         state, _ = collection.update(state, plan, jax.tree.map(jnp.ones_like, embeddings))
     (row_id,) = np.flatnonzero((np.asarray(state.stores[0].records[0])[:, :2] == 0).all(axis=1))
     store = jax.tree.map(jnp.copy, state.stores[0])
-    store = tiers.bring_rows_ahead(collection.stores[0], store, jnp.asarray([row_id], jnp.uint32))
+    store, _ = tiers.bring_rows_ahead(collection.stores[0], store, jnp.asarray([row_id], jnp.uint32))
     assert np.asarray(store.tier[0].counters)[TIER_COUNTERS.index("num_foreseen")] == 1
     results = []
     for each in (state, dataclasses.replace(state, stores=(store,))):

@@ -13,7 +13,7 @@ HISTORY = 3 * 2**30  # of a place: in host memory, and the rest is the time of t
 ONE_USE = 5  # calls
 CLOCK_AT_FIRST = 60_000
 TIMES = 2**29
-TILE = 2**12
+TILE = 2**13
 SINGLE, FIRST_SINGLE, FREE = 2**31, 864, 1024  # of a priority; ages
 MARKED, ONCE_MARKED = SINGLE + 2**30 - 1, SINGLE + 1
 
@@ -210,7 +210,7 @@ class TieredStore(Store):
         """Returns the slots to replace, in the order of the window, and the least age of them."""
         if num == 0:
             return [], 0
-        all_tiles, tiles = -(-self.num_slots // TILE), max(64, -(-4 * num_keys // TILE))
+        all_tiles, tiles = -(-self.num_slots // TILE), max(32, -(-4 * num_keys // TILE))
         first = int(self.tier_counters[WINDOW]) % all_tiles if tiles < all_tiles else 0
         order = (np.arange(min(tiles, all_tiles) * TILE) + first * TILE) % (all_tiles * TILE)
         window = [slot for slot in order.tolist() if slot < self.num_slots and slot not in used]
@@ -421,7 +421,7 @@ def tier_ages(ages: int) -> Script:
     return script
 
 
-@cases(TIMES - 5, 2**32 - 5)
+@cases(TIMES - 5, 2**32 - 5, 2**32 - 1)
 def tier_clocks(clock: int) -> Script:
     """Times begin again, and so does the clock: rows that were marked before, and change afterwards, are written."""
     script = TierScript(slabs=(40, 5, 155), dim=5, num_tables=3, optimizer=ADAGRAD, num_slots=60)
@@ -440,9 +440,9 @@ def tier_clocks(clock: int) -> Script:
 @case()
 def tier_windows() -> Script:
     """A call looks for slots in a part of a large cache: first in the last tile and those that follow it."""
-    script = TierScript(slabs=(500_000,), num_slots=70 * TILE + 100, dim=1)
+    script = TierScript(slabs=(500_000,), num_slots=36 * TILE + 100, dim=1)
     row_ids = script.begin(400_000, cached=0.9, free=0.3, ages=100, is_indexed=False)
-    script.store.tier_counters[WINDOW] = 70
+    script.store.tier_counters[WINDOW] = 36
     asked = [script.rng.choice(row_ids, 5_000).astype(np.uint32) for _ in range(3)]
     for now, following in itertools.pairwise(asked):
         script.bring(now)
@@ -477,5 +477,12 @@ def tier_ahead() -> Script:
     script.bring(asked[1])
     script.bring_ahead(asked[2])
     script.flush()
-    script.bring(asked[2])
+    for _ in range(ONE_USE):
+        script.bring(asked[2])
+    away, others = row_ids[script.store.places[row_ids] >= HISTORY][:40].astype(np.uint32).reshape(2, 20)
+    script.bring_ahead(away)
+    script.bring(others)  # the list of slots is that of other rows
+    script.bring_ahead(away)
+    script.bring(away[::-1])  # of the same rows, in another order
+    script.give_back()
     return script
