@@ -11,7 +11,7 @@ Workload: M1 with 1,000,000 rows in each of its 26 tables, 8,192 samples a devic
 Limit:    the larger of the step on the device and the records that crossed the link over the rate of that path ("bring
           random rows": nearly all of them are read, and as many written).
 Command:  `python -m jaxsok bench --only tiers [--devices 1,4]`
-Last result: 2026-11-30, H200 (docs/results/host_memory.md): with lookups ahead 0.81, 0.74 and 0.54 of the device's
+Last result: 2026-12-01, H200 (docs/results/host_memory.md): with lookups ahead 0.87, 0.73 and 0.54 of the device's
           throughput.
 """
 
