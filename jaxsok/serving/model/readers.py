@@ -28,7 +28,7 @@ from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Ready, Repeated, rest_s
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
-LEAST_SAMPLES = 16  # requests to programs are padded to as many samples, or twice as many, up to `max_batch_size`
+LEAST_SAMPLES = 16  # of lookups through a cache whose programs are made first; then twice as many, and so on
 # Names of tables, and a line of numbers for each: keys, and of them hits, missing (both 0: a cache counts), padding.
 Counts: TypeAlias = tuple[tuple[str, ...], np.ndarray]
 Found: TypeAlias = tuple[dict[str, np.ndarray], int, Counts]  # values by name, their version, and what was read
@@ -83,7 +83,7 @@ class _Programs(abc.ABC):
         self._config = config
         self.ready: Ready[Prediction] = Ready(self._compile)
         num_doubled = max(0, math.ceil(math.log2(config.max_batch_size / LEAST_SAMPLES)))
-        # The numbers of samples that programs are made for before requests come.
+        # The numbers of samples that programs of lookups are made for before requests come.
         self._levels = *(LEAST_SAMPLES << step for step in range(num_doubled)), config.max_batch_size
 
     @abc.abstractmethod
@@ -102,7 +102,8 @@ class _Programs(abc.ABC):
         if served is None or not served.is_per_sample:  # other models are compiled for each size
             return []
         inputs = tuple(served.inputs.items())
-        sizes = [padded_size(level, LEAST_BATCH) for level in self._levels]  # also as many keys of bags
+        num_sizes = (padded_size(self._config.max_batch_size, LEAST_BATCH) // LEAST_BATCH).bit_length()
+        sizes = [LEAST_BATCH << step for step in range(num_sizes)]  # also as many keys of bags
         has_bags = [isinstance(spec, BagsInput) for _, spec in inputs]
         return [Prediction(inputs, tuple((size, size * bags) for bags in has_bags)) for size in sizes]
 
