@@ -421,8 +421,6 @@ def _step_bytes(
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, and a ticket for all stores
-    slot_bytes, stamp = (0, 0) if spec.memory is None else (4, 12)  # of the slots in the cache
-    found += stamp
     arrays = jax.tree.leaves(features)
     batch = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     parts = {"batch": batch, "embeddings": (1 + lookahead) * embeddings, "gradients": embeddings}
@@ -436,7 +434,7 @@ def _step_bytes(
         # the batches that follow its own.
         is_stacked = steps_per_call > 1
         parts["batch"] *= 3 * (1 + lookahead) * steps_per_call if is_stacked else 1 + lookahead + min(1, lookahead)
-        plan = (1 + lookahead) * ((4 + slot_bytes) * num_keys + found)
+        plan = (1 + lookahead) * (4 * num_keys + found + _list_bytes(spec, num_keys))
         return parts | {"plan": plan, "exchange": 0, "workspace": workspace} | _stage(spec, num_keys, workspace)
     capacity = exchange.send_capacity or default_send_capacity(spec, features)
     planned = 1 + lookahead + JOINED_AHEAD  # calls whose batches have plans
@@ -447,11 +445,12 @@ def _step_bytes(
     if spec.sends_bags:
         num_bags = sum(layout.num_bags for layout in features.layouts)
         received = spec.num_shards * math.ceil(num_keys / capacity) * capacity  # without a plan: room for all
-        # uses, row ids and slots by line received; offsets by bag of all shards, scales by bag
+        # uses and row ids by line received; offsets by bag of all shards, scales by bag
         of_bags = 4 * (spec.num_shards + 1) * (num_bags + 1) + found
         use_bytes = 4 * features.use_words
-        of_line = use_bytes + 4 + slot_bytes
+        of_line = use_bytes + 4
         plan = max(of_line * received + of_bags, batches * (of_line * spec.num_shards * capacity + of_bags))
+        plan += (1 + lookahead) * _list_bytes(spec, received)
         sums = 4 * spec.dim * spec.num_shards * num_bags
         workspace = max(
             sizes.JaxsokPlanUsesWorkspaceBytes(num_keys),
@@ -465,8 +464,8 @@ def _step_bytes(
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
     of_line = REQUEST_BYTES + 4
-    # the line of each key; load, digest; requests, row ids and slots by line received
-    planned = 4 * num_keys + 16 + (of_line + slot_bytes) * received + found
+    # the line of each key; load, digest; requests and row ids by line received
+    planned = 4 * num_keys + 16 + of_line * received + found
     # Without a plan the requests are listed: lines, inverse and has_row by key; starts. All of them have room.
     listed = (of_line + 1) * num_keys + 4 * (num_owners + 1)
     room = spec.num_shards * math.ceil(num_keys / capacity) * capacity
@@ -482,8 +481,14 @@ def _step_bytes(
         together(*(sizes.JaxsokUpdateWorkspaceBytes(count, spec.dim) for count in (num_keys, received))),
     )
     plan = max(batches * planned + sorted_uses, planned + listed)
+    plan += (lookahead if is_dense else 1 + lookahead) * _list_bytes(spec, received)
     parts |= {"plan": plan, "exchange": num_bytes + of_line * room, "workspace": workspace}
     return parts | _stage(spec, room, workspace)
+
+
+def _list_bytes(spec: StoreSpec, num_keys: int) -> int:
+    """Counts the bytes of a list of slots in the cache (`SlotList`)."""
+    return 0 if spec.memory is None else 4 * num_keys + 16
 
 
 def _stage(spec: StoreSpec, num_keys: int, workspace: int) -> dict[str, int]:

@@ -234,7 +234,8 @@ class BagsOwner(Owner):
         if is_by_xla := bool(table.list_xla_tables(spec, is_find=self.is_find)):
             ones = jnp.ones((features.keys.shape[0], 1), jnp.uint32)
             requests = jnp.concatenate([features.keys, received.table_ids[:, None], ones], axis=1)
-            store, rows, _ = table.gather(spec, store, seed, requests, row_ids, is_find=self.is_find, dtype="float32")
+            how = {"is_find": self.is_find, "dtype": "float32", "known": found.slots}
+            store, rows, _ = table.gather(spec, store, seed, requests, row_ids, **how)
             view, known = dataclasses.replace(store, rows=(rows,)), None
             slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
         else:

@@ -90,6 +90,7 @@ struct SlotsStamp {
   uint32_t is_complete;  // 1: every row has a slot in the cache, or is foreseen; 0: the list is not used
   uint32_t ticket;       // of the call that foresaw some of the rows; 0: all were in the cache
   uint32_t num_rows;     // distinct rows in the cache
+  uint32_t num_foreseen;
 };
 constexpr int kStampWords = sizeof(SlotsStamp) / 4;
 constexpr uint32_t kIsForeseen = uint32_t{1} << 31;  // of a slot by position: the rest is a rank of the foreseen rows
@@ -267,10 +268,10 @@ struct TierView {
   }
   JAXSOK_HOST_DEVICE uint32_t Now() const { return TimeOf(counters[kTierClock] + 1); }
   /// Returns whether a list of slots may hold; then each slot in it is to be checked.
-  JAXSOK_HOST_DEVICE bool MayHold(const SlotsStamp& stamp, int64_t num_keys) const {
+  JAXSOK_HOST_DEVICE bool MayHold(const SlotsStamp& stamp) const {
     if (stamp.is_complete == 0) return false;
-    return stamp.ticket == 0 || (stamp.ticket == counters[kTierTicket] && counters[kTierForeseen] <= most_foreseen &&
-                                 counters[kTierForeseen] <= num_keys);
+    return stamp.ticket == 0 ||
+           (stamp.ticket == counters[kTierTicket] && stamp.num_foreseen == counters[kTierForeseen]);
   }
   /// Returns the rank of a row among the foreseen rows, by its slot in a list, or kNoRow.
   JAXSOK_HOST_DEVICE static uint32_t RankOf(uint32_t known) {
@@ -351,9 +352,9 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 /// Gives every row of a call a slot, and lists the required moves; LaunchWrite and LaunchRead, in this order, do them.
 ///
 /// Pre    : num_staged is at least num_keys - num_slots. The places of rows that are not in use are kFresh. Of the tier
-///          only records, places, owners, last_use, priority, foreseen, counters, staged_owners and area are read, not
-///          the numbers of rows. `known` is the list of an earlier call: if it is not complete, or a slot in it is no
-///          longer that of its row, only time is lost.
+///          only records, places, homes, owners, last_use, priority, foreseen, counters, staged_owners and area are
+///          read, not the numbers of rows. `known` is the list of an earlier call: if it is not complete, or a slot in
+///          it is no longer that of its row, only time is lost.
 /// Post   : slots[i] is the slot of row_ids[i], the same for equal rows. It is kNoRow for row ids that are not below
 ///          the capacity, and 0 for rows that are not in use: stale plans name them, whose uses are counted but neither
 ///          read nor write. Rows that were foreseen take their slots, if these are still free or marked. The others
@@ -361,7 +362,8 @@ constexpr int64_t BringWorkspaceBytes(int64_t num_keys) {
 ///          is taken. staged_owners has kNoRow in unused slots. Rows that were written ahead are not written again.
 /// Order  : by first occurrence; slots as in the window: the same on every run and both back ends.
 /// Cost   : per position 28 B, and 80 B if its row is not in the cache; 8 B a slot of the window if a row comes that
-///          was not foreseen. If the known slots hold, 24 B for each position.
+///          was not foreseen. If the known slots hold, 24 B for each position, and 100 B for
+///          each row that comes.
 LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,
                         const SlotList& known, const SlotList& list, const Moves& moves, void* workspace);
 
@@ -371,7 +373,8 @@ LaunchError LaunchBring(Stream stream, const TierView& tier, const uint32_t* row
 /// Post   : rows of the call that are in the cache count as used now; `foreseen` has the rows that would come, with
 ///          their slots; exactly those of these slots whose rows would leave are marked. No slot is foreseen whose last
 ///          use began at most kCallsOfUse calls ago. `list` has the slots of rows in the cache, and the ranks of those
-///          that are foreseen, with kIsForeseen; it is complete if these are all that would come. A row that would
+///          that are foreseen, with kIsForeseen; it is complete if these are all that would come (other slots in
+///          it are unspecified). A row that would
 ///          leave has a record in the page of one that is read, if there is one without content in the pages that are
 ///          looked at; which it is may differ between runs and back ends.
 LaunchError LaunchBringAhead(Stream stream, const TierView& tier, const uint32_t* row_ids, int64_t num_keys,

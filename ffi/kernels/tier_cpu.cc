@@ -118,7 +118,7 @@ void ChooseSlots(const TierView& tier, bool is_ahead, int64_t num_keys, Workspac
 
 /// Counts the rows whose slots are known as used. Returns whether each row has its slot, or may come as foreseen.
 bool UseKnown(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, const SlotList& known) {
-  if (!tier.MayHold(*known.stamp, num_keys)) return false;
+  if (!tier.MayHold(*known.stamp)) return false;
   const bool comes = known.stamp->ticket != 0;
   const uint32_t num_foreseen = comes ? tier.counters[kTierForeseen] : 0;
   bool holds = true;
@@ -223,8 +223,8 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
               from == kFresh);
   }
   for (int64_t i = 0; i < num_keys; ++i) {
-    list.slots[i] = kNoRow;
-    if (row_ids[i] >= tier.capacity) continue;
+    list.slots[i] = holds && known.slots[i] < tier.num_slots ? known.slots[i] : kNoRow;
+    if (row_ids[i] >= tier.capacity || list.slots[i] != kNoRow) continue;
     const uint32_t place = *tier.PlaceAt(row_ids[i]);
     if (place < tier.num_slots) list.slots[i] = place;
     if (IsPending(place)) list.slots[i] = missing.SlotOf(tier, place - kPending);
@@ -239,7 +239,7 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
   tier.counters[kTierClock] += 1;
   if (comes) tier.counters[kTierTicket] = 0;
   const bool is_complete = missing.num_victims == num_left;  // no row is staged
-  *list.stamp = {is_complete ? 1u : 0u, 0, missing.num_hits + moves.counts[kNumComing]};
+  *list.stamp = {is_complete ? 1u : 0u, 0, missing.num_hits + moves.counts[kNumComing], 0};
   return nullptr;
 }
 
@@ -280,7 +280,8 @@ LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_i
   tier.counters[kTierClock] += 1;
   tier.counters[kTierTicket] = missing.num > 0 ? tier.counters[kTierClock] : 0;
   tier.counters[kTierForeseen] = static_cast<uint32_t>(num_listed);
-  *list.stamp = {num_listed == missing.num ? 1u : 0u, tier.counters[kTierTicket], missing.num_hits};
+  *list.stamp = {num_listed == missing.num ? 1u : 0u, tier.counters[kTierTicket], missing.num_hits,
+                 tier.counters[kTierForeseen]};
   return nullptr;
 }
 

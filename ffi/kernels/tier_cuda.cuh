@@ -32,6 +32,17 @@ struct Jobs {
   uint64_t num_ended;
 };
 
+/// Memory for rows that are read ahead, and for rows that are written ahead; nullptr: none has been so far.
+struct AheadReads {
+  Ends* ends;         // [MostAhead]
+  uint32_t* row_ids;  // [MostAhead], by rank
+  char* records;      // [MostAhead][host_bytes], by rank
+};
+struct AheadWrites {
+  Ends* ends;     // [MostAhead]
+  char* records;  // [MostAhead][host_bytes], as listed
+};
+
 /// The area of one slab, on its device. A captured program holds its address, and reads these words at each run. So a
 /// slab at the address of a former slab gets the area of that slab.
 struct AheadArea {
@@ -43,16 +54,13 @@ struct AheadArea {
   uint32_t ticket;     // the clock of the counters
   uint32_t listed;     // the ticket of what is listed, which is not read yet
   uint32_t num_coming;
-  Ends* coming;       // [MostAhead]; nullptr: no row has been read ahead so far
-  uint32_t* row_ids;  // [MostAhead], by rank
-  char* records;      // [MostAhead][host_bytes], by rank
+  AheadReads coming;
 
   // The rows written ahead, to this slab.
   uint64_t last_write;  // the job that writes them
   uint32_t num_leaving;
   uint32_t num_blocks_done;  // of the kernel that copies them
-  Ends* leaving;             // [MostAhead]
-  char* leaving_records;     // [MostAhead][host_bytes], as listed
+  AheadWrites leaving;
 };
 
 /// Returns the number of blocks, one on each multiprocessor, that leave some free for those that move records ahead.

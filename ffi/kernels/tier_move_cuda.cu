@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kBlock) ReadHereKernel(const __grid_constant__
     if (Comes(tier, move)) MakeFresh(tier, *tier.OwnerAt(move.slot), move.slot, lane);
   }
   if (first == fresh) return;
-  char* const records = tier.area->records;
+  char* const records = tier.area->coming.records;
   const auto ends_of = [&](int64_t i) {
     const Move move = coming[first + i];
     return Ends{Comes(tier, move) ? records + int64_t{move.ahead} * tier.host_bytes : nullptr, move.slot};
@@ -288,8 +288,8 @@ struct Link {
 struct Area {
   Link* link;
   AheadArea* on_device = nullptr;
-  AheadArea buffers{};     // without the words that change there
-  int64_t host_bytes = 0;  // of the records that fit
+  AheadArea buffers{};                        // without the words that change there
+  int64_t read_bytes = 0, written_bytes = 0;  // of the records that fit; 0: there is no memory yet
   bool is_open = false;
 };
 
@@ -326,9 +326,11 @@ Area* FindArea(const void* slab, int32_t* device = nullptr) {
   return nullptr;
 }
 
-/// Allocates the records of an area when it is first used. Kernels that place rows then see all of it, or none.
-LaunchError Reserve(Stream stream, Area* area, int32_t device, int64_t host_bytes) {
-  if (area->host_bytes == host_bytes) return nullptr;
+/// Allocates the memory of an area for reads or for writes when it is first used. Kernels that place rows then see all
+/// of it, or none. Only the first slab of a store needs the former.
+LaunchError Reserve(Stream stream, Area* area, int32_t device, int64_t host_bytes, bool is_read) {
+  int64_t& reserved = is_read ? area->read_bytes : area->written_bytes;
+  if (reserved == host_bytes) return nullptr;
   JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(stream));
   const LaunchError error = OnDevice(device, [&]() -> LaunchError {
     const auto allocate = [](auto** memory, int64_t num_bytes) -> LaunchError {
@@ -338,16 +340,27 @@ LaunchError Reserve(Stream stream, Area* area, int32_t device, int64_t host_byte
       *memory = static_cast<std::remove_reference_t<decltype(*memory)>>(allocated);
       return nullptr;
     };
+    // The other words of the area may be in use.
+    const auto copy = [&](const auto& memory) {
+      const int64_t begin = reinterpret_cast<const char*>(&memory) - reinterpret_cast<const char*>(&area->buffers);
+      return cudaMemcpy(reinterpret_cast<char*>(area->on_device) + begin, &memory, sizeof(memory),
+                        cudaMemcpyHostToDevice);
+    };
     const int64_t most = MostAhead(host_bytes);
-    AheadArea& to = area->buffers;
-    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.coming, most * sizeof(Ends)));
-    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.row_ids, most * sizeof(uint32_t)));
-    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.records, most * host_bytes));
-    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.leaving, most * sizeof(Ends)));
-    JAXSOK_RETURN_IF_LAUNCH(allocate(&to.leaving_records, most * host_bytes));
-    JAXSOK_RETURN_IF_CUDA(cudaMemcpy(area->on_device, &to, sizeof(to), cudaMemcpyHostToDevice));
+    if (is_read) {
+      AheadReads& to = area->buffers.coming;
+      JAXSOK_RETURN_IF_LAUNCH(allocate(&to.ends, most * sizeof(Ends)));
+      JAXSOK_RETURN_IF_LAUNCH(allocate(&to.row_ids, most * sizeof(uint32_t)));
+      JAXSOK_RETURN_IF_LAUNCH(allocate(&to.records, most * host_bytes));
+      JAXSOK_RETURN_IF_CUDA(copy(to));
+    } else {
+      AheadWrites& to = area->buffers.leaving;
+      JAXSOK_RETURN_IF_LAUNCH(allocate(&to.ends, most * sizeof(Ends)));
+      JAXSOK_RETURN_IF_LAUNCH(allocate(&to.records, most * host_bytes));
+      JAXSOK_RETURN_IF_CUDA(copy(to));
+    }
     JAXSOK_RETURN_IF_CUDA(cudaStreamSynchronize(nullptr));  // a copy may return before it has completed
-    area->host_bytes = host_bytes;
+    reserved = host_bytes;
     return nullptr;
   });
   return error == nullptr ? nullptr
@@ -368,8 +381,8 @@ __global__ void __launch_bounds__(kBlock) CopyLeavingKernel(const __grid_constan
   AheadArea* area = tier.area;
   WaitForJob(area->writes, &area->last_write);  // it has the list and the copies
   const int64_t num_moves = min(int64_t{counts[kNumLeaving]}, most);
-  char* const copies = area->leaving_records;
-  Ends* const list = area->leaving;
+  char* const copies = area->leaving.records;
+  Ends* const list = area->leaving.ends;
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_moves; i += int64_t{gridDim.x} * kBlock) {
     list[i] = {EndsOfLeaving(tier, leaving[i], begin).host, reinterpret_cast<uint64_t>(copies + i * tier.host_bytes)};
   }
@@ -475,14 +488,15 @@ void CloseArea(int32_t device, const void* slab) {
     }
     // No thread looks for it any more. Another one may hold the lock while a program waits for its device.
     AheadArea& buffers = area->buffers;
-    void* const memory[] = {buffers.coming, buffers.row_ids, buffers.records, buffers.leaving, buffers.leaving_records};
+    void* const memory[] = {buffers.coming.ends, buffers.coming.row_ids, buffers.coming.records, buffers.leaving.ends,
+                            buffers.leaving.records};
     for (void* at : memory) cudaFree(at);  // waits for programs that use them, as `UnpinHostMemory` does
     buffers = AheadArea{};
     buffers.reads = area->link->reads.jobs;
     buffers.writes = area->link->writes.jobs;
     cudaMemcpy(area->on_device, &buffers, sizeof(buffers), cudaMemcpyHostToDevice);
     cudaStreamSynchronize(nullptr);
-    area->host_bytes = 0;
+    area->read_bytes = area->written_bytes = 0;
     return nullptr;
   });
 }
@@ -508,14 +522,14 @@ LaunchError LaunchWriteAhead(Stream stream, const TierView& tier, const Move* le
   int32_t device = 0;
   Area* area = FindArea(tier.host.data[0], &device);
   if (area == nullptr || most_moves == 0) return nullptr;
-  if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes)) return error;
+  if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes, false)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   const int64_t most = std::min(most_moves, MostAhead(tier.host_bytes));
   const int num_blocks = BlocksFor(most * kWarp, BlocksBesidesAhead());
   CopyLeavingKernel<<<num_blocks, kBlock, 0, stream>>>(tier, leaving, counts, most, begin);
   JAXSOK_RETURN_IF_LAUNCH(LastLaunchError());
   return BeginOnLane(stream, &area->link->writes, [&](cudaStream_t own) {
-    CopyKernel<true><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.leaving, &area->on_device->num_leaving,
+    CopyKernel<true><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.leaving.ends, &area->on_device->num_leaving,
                                                             NumLines(tier.host_bytes));
   });
 }
@@ -526,12 +540,12 @@ LaunchError LaunchReadAhead(Stream stream, const TierView& tier) {
   const bool are_open = std::all_of(tier.host.data, tier.host.data + tier.starts.num_slabs,
                                     [](const uint8_t* slab) { return AreaOf(slab) != nullptr; });
   if (!are_open) return nullptr;
-  if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes)) return error;
+  if (const LaunchError error = Reserve(stream, area, device, tier.host_bytes, true)) return error;
   const std::lock_guard<std::mutex> lock(area->link->mutex);
   TicketKernel<<<1, 1, 0, stream>>>(area->on_device, tier.counters);
   JAXSOK_RETURN_IF_LAUNCH(LastLaunchError());
   return BeginOnLane(stream, &area->link->reads, [&](cudaStream_t own) {
-    CopyKernel<false><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.coming, &area->on_device->num_coming,
+    CopyKernel<false><<<kAheadBlocks, kAheadBlock, 0, own>>>(area->buffers.coming.ends, &area->on_device->num_coming,
                                                              NumLines(tier.host_bytes));
   });
 }

@@ -48,7 +48,7 @@ class Tier:
 _TIER_ARRAYS = tuple(field.name for field in dataclasses.fields(Tier))
 _PLACING_ARRAYS = ("places", "homes", "owners", "last_use", "priority", "foreseen", "counters", "order")
 
-_STAMP_WORDS = 3  # `SlotsStamp` in ffi/kernels/tier.h
+_STAMP_WORDS = 4  # `SlotsStamp` in ffi/kernels/tier.h
 _MOVE_WORDS = 4  # `Move`
 MOVE_BYTES = 4 * _MOVE_WORDS  # of a row that leaves or comes, in a list
 _MOVE_COUNTS = 4  # `MoveCount`
@@ -68,7 +68,7 @@ class SlotList:
     """
 
     slots: RowIds
-    stamp: UInt32[Array, "3"]
+    stamp: UInt32[Array, "4"]
     """`SlotsStamp`: all zeros where the list says nothing."""
 
 
@@ -123,8 +123,8 @@ def bring(
     Tier, host slabs and the store's counters are donated; the counters do not change, but an op that takes them, as one
     that changes records, comes after this one. `initial_values` are those of optimizer state, for fresh rows. Without
     `keeps` nothing changes, nor is donated: what the cache does not have is staged, once for each position
-    (`LaunchPeek`). `known` is what an earlier call with the same row ids returned: it saves
-    time, and changes nothing else.
+    (`LaunchPeek`). `known` is what an earlier call with the same row ids returned: it saves time, and changes nothing
+    else.
     """
     num_keys = row_ids.shape[0]
     room = num_staged(num_keys, num_slots, keeps=keeps)

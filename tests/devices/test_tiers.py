@@ -400,7 +400,7 @@ def test_a_step_between_a_lookup_and_its_update(num_others):
     assert_law(plain, want, tiered, got)
 
 
-@pytest.mark.parametrize("device_rows", [40, 24, 0])
+@pytest.mark.parametrize("device_rows", [40, 24])
 def test_the_plan_of_another_branch(device_rows):
     """Branches of a state that look up the same keys have the same plan (decision 0011), not the same rows cached."""
 

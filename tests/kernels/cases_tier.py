@@ -486,3 +486,44 @@ def tier_ahead() -> Script:
     script.bring(away[::-1])  # of the same rows, in another order
     script.give_back()
     return script
+
+
+@case()
+def tier_marked() -> Script:
+    """Rows whose slots are known change after they were written ahead, and then leave."""
+    script = TierScript(slabs=(40, 5, 155), dim=5, num_tables=3, optimizer=ADAGRAD, num_slots=60)
+    row_ids = script.begin(200, cached=0.9, free=0.0)
+    is_away = script.store.places[row_ids] >= HISTORY
+    here, away = row_ids[~is_away].astype(np.uint32), row_ids[is_away][:30].astype(np.uint32)
+    script.bring(here)
+    for _ in range(ONE_USE + 1):
+        script.bring(np.full(3, NO_ROW, np.uint32))
+    script.bring_ahead(away)  # marks slots of the rows that are here
+    script.bring(here)
+    script.give_back()
+    script.bring(away)
+    script.give_back()
+    script.flush()
+    return script
+
+
+@case()
+def tier_known() -> Script:
+    """Several blocks use lists of slots, with rows that many positions share."""
+    script = TierScript(slabs=(20_000,), num_slots=9_000, dim=1)
+    row_ids = script.begin(20_000, cached=0.4, free=0.1, is_indexed=False)
+    hot = script.rng.choice(row_ids, 50)
+    first, second = (
+        script.rng.permutation(np.r_[script.rng.choice(row_ids, 3_000), script.rng.choice(hot, 3_000)]).astype(
+            np.uint32
+        )
+        for _ in range(2)
+    )
+    for _ in range(ONE_USE + 3):
+        script.bring(first)
+        script.give_back()
+    script.bring_ahead(second)
+    for asked in (first, second, second):
+        script.bring(asked)
+        script.give_back()
+    return script

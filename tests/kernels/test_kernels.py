@@ -504,6 +504,55 @@ def test_brought_rows_are_those_of_a_dict(back_end, num_slots, calls, seed):
                 column[row_ids] = np.concatenate([given_back[name], given_back[f"staged_{name}"]])[slots]
 
 
+def _cache_of(back_end: str, num_slots: int):
+    """Returns a state, its rows in the cache and others, and calls that bring rows of a copy, ahead or not."""
+    script = cases_tier.TierScript(slabs=(5, 55), dim=3, optimizer=kernel_model.ADAGRAD, num_slots=num_slots)
+    script.begin(60, cached=1.0, free=0.0, fresh=0.0, ages=60)
+    script.bring_ahead(script.some(np.arange(60), num_slots))
+    script.bring(script.some(np.arange(60), num_slots))
+    device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
+    tiers = tuple(tier.Tier(**arrays) for arrays in script.initial["tier"])
+    state = StoreState(**on(device, script.initial | {"tier": tiers}))
+    ahead, bring = ((step.op, tuple(sorted(step.statics.items()))) for step in script.steps[:2])
+    seed = script.steps[1].inputs["seed"]
+
+    def bring_ahead(state, row_ids):
+        return call(jax.tree.map(jnp.copy, state), on(device, {"row_ids": row_ids}), ahead)
+
+    def bring_rows(state, row_ids, known=None):
+        inputs = on(device, {"row_ids": row_ids, "seed": seed})
+        return call(jax.tree.map(jnp.copy, state), {**inputs, "known": known}, bring)
+
+    is_here = np.concatenate(state.tier[0].places)[:, 0] < cases_tier.HISTORY
+    here, away = (np.flatnonzero(rows).astype(np.uint32) for rows in (is_here, ~is_here))
+    return state, here, away, bring_ahead, bring_rows
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_list_of_slots_of_another_branch(back_end):
+    """Two branches foresee rows in the same call: the list of the one names some of those of the other, not all."""
+    state, _, away, bring_ahead, bring_rows = _cache_of(back_end, 12)
+    few, more = np.r_[away[:3], [away[2]] * 9], np.r_[away[:6], [away[2]] * 6]
+    known = bring_ahead(state, few)[0]["known"]
+    _, other = bring_ahead(state, more)
+    with_list, without = bring_rows(other, few, known), bring_rows(other, few)
+    got, want = ({"slots": out["slots"], "state": state_arrays(after)} for out, after in (with_list, without))
+    assert_same_bits(flat(got), flat(want), "bring")
+    # All slots can be taken.
+    assert sorted(np.asarray(bring_rows(with_list[1], away[6:18])[0]["slots"])) == list(range(12))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_list_of_slots_spares_the_search(back_end):
+    """With a list that holds, the places of rows are not read: wrong ones are not noticed."""
+    state, here, _, _, bring_rows = _cache_of(back_end, 12)
+    want, state = bring_rows(state, here)
+    places = tuple(jnp.full_like(slab, cases_tier.IN_HOST) for slab in state.tier[0].places)
+    broken = dataclasses.replace(state, tier=(dataclasses.replace(state.tier[0], places=places),))
+    got, _ = bring_rows(broken, here, want["known"])
+    assert np.array_equal(got["slots"], want["slots"])
+
+
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_rebuild_under_a_salt_that_aims(back_end):
     """300 keys have one home under the new salt: 256 are found, the rest counted; a better salt finds all."""
