@@ -138,7 +138,9 @@ class Embeddings(nn.Module):
                 f"Embeddings: got a lookup in training with taps for {len(taps)}, wanted taps for each; pass "
                 f'"{_TAPS}": zero_taps(model, variables, ...) among the variables, and "{_PLANS}" in `mutable` alone.'
             )
-        embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[number], clock)
+        embeddings, state, plan = tap.lookup(
+            "Embeddings", self.collection, state, features, taps[number], clock, lookups.plans
+        )
         self.put_variable(_TABLES, "state", state)
         self.put_variable(_TABLES, "waiting", _Waiting(num_waiting + 1))
         self.put_variable(_PLANS, "lookups", dataclasses.replace(lookups, plans=(*lookups.plans, plan)))
@@ -248,6 +250,7 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
         raise ValueError(f'discard: updates: got {got}, wanted the variables that apply returned, with "{_TABLES}".')
     flat = _flatten(updates[_TABLES])
+    _find_states("discard", "updates", updates[_TABLES])
     for path in [path for path, leaf in flat.items() if type(leaf) is _Waiting]:
         del flat[path]
         where = (*path[:-1], "state")
@@ -271,10 +274,11 @@ def grow(
     are those of `Collection.grow`.
 
     Raises:
-      TypeError, ValueError: a layer without a collection, or two layers over one.
+      TypeError, ValueError: variables without tables; a layer without a collection, two layers over one, or a
+        collection at another path.
       MemoryError: as `Collection.grow`. All tables, grown or not, are in the error's `tables`.
     """
-    found = {"/".join(path): (path, state) for path, state in _find_values(tables, "state", State)}
+    found = {"/".join(path): (path, state) for path, state in _find_states("grow", "tables", tables).items()}
     states = {name: state for name, (_, state) in found.items()}
     if isinstance(collection, Collection):
         collection = dict.fromkeys(states, collection)
@@ -285,6 +289,8 @@ def grow(
     for name in states:
         if not isinstance(collection.get(name), Collection):
             raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
+    if unknown := sorted(map(str, collection.keys() - states.keys())):
+        raise ValueError(f"grow: collection: got some for {unknown}, wanted one by path of a layer: {list(states)}.")
     new = _flatten(tables)
     try:
         for name, state in tap.grow(states, collection, batch, steps=steps, clock=clock, hand_over=hand_over):
@@ -301,10 +307,12 @@ def grow(
 def drain(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Does what `Collection.drain` does, for the tables of a model; returns the variables "tables".
 
+    Variables without tables are a ValueError.
+
     Example:
       `tables = layers.drain(tables)`, before the step after which they are saved
     """
-    drained = {(*path, "state"): state.drain() for path, state in _find_values(tables, "state", State)}
+    drained = {(*path, "state"): state.drain() for path, state in _find_states("drain", "tables", tables).items()}
     return unflatten_dict(_flatten(tables) | drained)
 
 
@@ -318,6 +326,17 @@ def _find_values(variables: Mapping[str, Any], name: str, kind: type) -> Iterato
     return (
         (path[:-1], leaf) for path, leaf in _flatten(variables).items() if path[-1] == name and isinstance(leaf, kind)
     )
+
+
+def _find_states(op: str, argument: str, tables: Mapping[str, Any]) -> dict[tuple[str, ...], State]:
+    """Finds the states of all layers by path; refuses variables that have none."""
+    states = dict(_find_values(tables, "state", State))
+    if not states:
+        raise ValueError(
+            f'{op}: {argument}: got variables without tables of jaxsok.layers.linen.Embeddings, wanted "{_TABLES}" of '
+            "the model that has them."
+        )
+    return states
 
 
 def _join_micro_batches(

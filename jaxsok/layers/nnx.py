@@ -116,7 +116,7 @@ class Embeddings(nnx.Module):
                 "To evaluate: model.eval()."
             )
         embeddings, state, plan = tap.lookup(
-            "Embeddings", self.collection, self.tables.get_value(), features, taps[len(plans)], clock
+            "Embeddings", self.collection, self.tables.get_value(), features, taps[len(plans)], clock, plans
         )
         self.tables.set_value(state)
         self.plans.set_value((*plans, plan))
@@ -188,9 +188,13 @@ class Embeddings(nnx.Module):
         return self.collection.find(self.tables.get_value(), features)
 
     def grow(self, batch: Any = None, *, steps: int = 1, clock: Any = None, hand_over: HandOver | None = None) -> None:
-        """Calls `Collection.grow`, which has the arguments, between steps, outside `jit`."""
+        """Calls `Collection.grow`, which has the arguments, between steps, outside `jit`.
+
+        If it raises after it has consumed the state, the layer has the `state` of the error.
+        """
         options = {"steps": steps, "clock": clock, "hand_over": hand_over}
-        self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, **options))
+        for state in tap.grow_one(self.collection, self.tables.get_value(), batch, **options):
+            self.tables.set_value(state)
 
 
 def value_and_grad(
@@ -309,7 +313,8 @@ def grow(
     name is grown without a batch. The other arguments are those of `Collection.grow`.
 
     Raises:
-      ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
+      ValueError: a model without layers; two layers over one collection, which can follow the growth of one state only;
+        a path without a layer.
     """
     layers = {".".join(map(str, path)): layer for path, (layer, *_) in _layers("grow", model).items()}
     states = {path: layer.tables.get_value() for path, layer in layers.items()}

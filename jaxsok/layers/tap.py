@@ -6,6 +6,7 @@ that of the embeddings. Feeds nnx.py and linen.py; knows no Flax.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,9 +102,25 @@ class Asked:
 
 
 def lookup(
-    op: str, collection: Collection, state: State, features: Features | Plan, taps: Taps, clock: Any
+    op: str,
+    collection: Collection,
+    state: State,
+    features: Features | Plan,
+    taps: Taps,
+    clock: Any,
+    before: Sequence[Plan],
 ) -> tuple[Embeddings, State, Plan]:
-    """Calls `Collection.lookup` and taps the embeddings; refuses taps of another shape when traced."""
+    """Calls `Collection.lookup` and taps the embeddings.
+
+    `before` are the plans of earlier lookups of the step. Refuses, when traced, taps of another shape, and a batch of
+    `before` while others are looked up ahead: the state then expects the next batch.
+    """
+    batch = features.features if isinstance(features, Plan) else features
+    if state.ahead and any(_are_same(batch, plan.features) for plan in before):
+        raise ValueError(
+            f"{op}: features: got a batch that this step has looked up already, with lookups ahead in flight, wanted "
+            "each batch once; call the layer once for a batch, and use its embeddings as often as needed."
+        )
     embeddings, state, plan = collection.lookup(state, features, clock=clock)
     wanted = {name: f"{value.dtype}{list(value.shape)}" for name, value in embeddings.items()}
     got = {name: f"{value.dtype}{list(value.shape)}" for name, value in taps.items()}
@@ -113,7 +130,14 @@ def lookup(
                 f'{op}: feature "{name}": got a tap of {got.get(name, "no shape")}, wanted that of its embedding, '
                 f"{wanted.get(name, 'none')}; make the taps of a step from the features that it looks up, in order."
             )
-    return attach_taps(embeddings, taps), state, plan
+    # The features are returned as they came; a batch that comes again is known by its arrays.
+    return attach_taps(embeddings, taps), state, dataclasses.replace(plan, features=batch)
+
+
+def _are_same(batch: Features, other: Features) -> bool:
+    """Returns whether the arrays of two batches, perhaps traced, are the same objects."""
+    leaves, others = jax.tree.leaves(batch), jax.tree.leaves(other)
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 def gradients_by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
@@ -155,9 +179,11 @@ def grow(
     """Calls `Collection.grow` for the layers of a model, one after the other: yields path and new state.
 
     `batch` is that of the only layer, or a mapping by path; `options` are the same for all. Before anything grows, it
-    raises a ValueError for other paths, and for layers that share a collection, which can follow the growth of one
-    state only.
+    raises a ValueError where there is no layer, for other paths, and for layers that share a collection, which can
+    follow the growth of one state only. If a growth fails and the error has a state, it yields that one first.
     """
+    if not states:
+        raise ValueError("grow: got no tables of a layer, wanted those of at least one jaxsok layer.")
     batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(states, batch)
     unknown = sorted(map(str, batches.keys() - set(states)))
     if unknown or (batch is not None and not isinstance(batch, Mapping) and len(states) > 1):
@@ -173,4 +199,15 @@ def grow(
                 "growth of one state; or share the layer."
             )
     for path, state in states.items():
-        yield path, collections[path].grow(state, batches.get(path), **options)
+        yield from ((path, new) for new in grow_one(collections[path], state, batches.get(path), **options))
+
+
+def grow_one(collection: Collection, state: State, batch: Any, **options: Any) -> Iterator[State]:
+    """Calls `Collection.grow`: yields the new state, or before it raises that of the error, if the error has one."""
+    try:
+        grown = collection.grow(state, batch, **options)
+    except BaseException as error:
+        if isinstance(left := getattr(error, "state", None), State):
+            yield left
+        raise
+    yield grown

@@ -227,3 +227,17 @@ def assert_clocked(collection, state, left):
     kept = dict(zip(kept["keys"].tolist(), kept["last_step"].tolist(), strict=True))
     assert gone and set(gone.values()) == {100} and gone.keys() <= {4, 5, 6, 7}
     assert kept == {0: 600, 1: 500, 2: 500, 3: 500, 8: 600} | {key: 100 for key in {4, 5, 6, 7} - gone.keys()}
+
+
+def full_and_young():
+    """Returns a collection whose full table evicts by age, too little for the last of the raw batches."""
+    evicts = {"max_capacity": 32, "eviction": jaxsok.policies.TimeToLive(steps=1)}
+    table = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=32, **evicts)
+    raws = [{"item": np.arange(first, last)} for first, last in ((0, 4), (4, 32), (40, 66))]
+    return jaxsok.Collection([table], [jaxsok.FeatureSpec("item", "item")]), raws
+
+
+def step_of(collection, state, batch):
+    """Steps once, without a layer."""
+    embeddings, state, plan = collection.lookup(state, batch.features)
+    return collection.update(state, plan, embeddings)[0]

@@ -583,6 +583,56 @@ def test_growth_that_fails_in_the_second_layer(monkeypatch):
     assert [collection.num_rows(tables[name]["state"])["user"] for name, collection in by_path.items()] == [0, 0]
 
 
+@pytest.mark.filterwarnings("error:grow")
+def test_growth_that_fails_after_it_has_evicted():
+    """The error has the tables that are left; those before are gone."""
+    collection, raws = cases.full_and_young()
+    tables = layers.Embeddings(collection).init(jax.random.key(0), collection.batch(raws[0]).features)["tables"]
+    for raw in raws[:2]:
+        batch = collection.batch(raw)
+        tables = {"state": cases.step_of(collection, layers.grow(collection, tables, batch)["state"], batch)}
+    with pytest.raises(RuntimeWarning, match="after eviction by TimeToLive") as caught:
+        layers.grow(collection, tables, collection.batch(raws[2]))
+    assert collection.num_rows(caught.value.tables["state"]) == {"item": 28}
+
+
+def test_variables_without_tables_are_refused():
+    """Params in place of tables would grow nothing, and keys would be refused later."""
+    collection = cases.one_device()
+    model, state, tables = declare(collection)
+    for call in (
+        lambda: layers.grow(collection, state.params),
+        lambda: layers.grow(collection, {}),
+        lambda: layers.drain(state.params),
+        lambda: layers.discard({"tables": state.params}),
+    ):
+        assert "got variables without tables" in message(ValueError, call)
+    by_path = {"embed": collection, "typo": cases.collection_of()}
+    assert "grow: collection: got some for ['typo']" in message(ValueError, lambda: layers.grow(by_path, tables))
+
+
+def test_a_batch_that_is_looked_up_twice_in_a_step():
+    """Its second lookup would take the next batch out of those in flight."""
+    raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(3)]
+    table = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("clicked", "item")])
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, features):
+            embed = layers.Embeddings(collection, name="embed")
+            return embed(features)["clicked"] - embed(features)["clicked"]
+
+    model = Twice()
+    _, plan = next(iter(collection.pipeline(raws, lookahead=1)))
+    tables = model.init(jax.random.key(0), plan)["tables"]
+    taps = layers.zero_taps(model, {"tables": tables}, plan)
+    apply = jax.jit(
+        lambda taps, tables, plan: model.apply({"sparse_taps": taps, "tables": tables}, plan, mutable=TRAINING)
+    )
+    assert "got a batch that this step has looked up already" in message(ValueError, lambda: apply(taps, tables, plan))
+
+
 def test_micro_batches_are_chained():
     """Micro-batches on the same tables or in another order are refused: their row ids belong to different states."""
     collection = cases.one_device()

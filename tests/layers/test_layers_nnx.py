@@ -1005,6 +1005,52 @@ def test_one_collection_grows_with_one_state():
     assert "got one collection for the layers ['one', 'two']" in message(ValueError, lambda: layers.grow(model))
 
 
+@pytest.mark.filterwarnings("error:grow")
+@pytest.mark.parametrize("is_model", [False, True])
+def test_growth_that_fails_after_it_has_evicted(is_model):
+    """The layer has the state that is left; that before is gone."""
+    collection, raws = cases.full_and_young()
+    layer = layers.Embeddings(collection)
+    grow = functools.partial(layers.grow, nnx.Dict(embed=layer)) if is_model else layer.grow
+    for raw in raws[:2]:
+        grow(collection.batch(raw))
+        layer.tables.set_value(cases.step_of(collection, layer.tables.get_value(), collection.batch(raw)))
+    with pytest.raises(RuntimeWarning, match="after eviction by TimeToLive"):
+        grow(collection.batch(raws[2]))
+    assert collection.num_rows(layer.tables.get_value()) == {"item": 28}
+
+
+def test_growth_of_a_model_without_layers():
+    """A model that was not meant would grow nothing."""
+    assert "grow: got no tables of a layer" in message(
+        ValueError, lambda: layers.grow(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"lookahead": 1}, {"staleness": 1}])
+def test_a_batch_that_is_looked_up_twice_in_a_step(options):
+    """Its second lookup would take the next batch out of those in flight; without lookups ahead it finds the same."""
+    raws = [{"clicked": np.random.default_rng(step).integers(0, 30, 8)} for step in range(3)]
+    table = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("clicked", "item")])
+    model = layers.Embeddings(collection)
+
+    @nnx.jit
+    def step(model, plan):
+        difference = lambda model: jnp.abs(model(plan)["clicked"] - model(plan)["clicked"]).sum()  # noqa: E731
+        loss, grads = layers.value_and_grad(difference)(model)
+        return loss, model.update(grads)
+
+    for batch, plan in collection.pipeline(raws, **options):
+        model.grow(batch)
+        if options:
+            assert "got a batch that this step has looked up already" in message(ValueError, lambda: step(model, plan))  # noqa: B023
+            break
+        loss, stats = step(model, plan)
+        stats.check()
+        assert loss == 0.0
+
+
 def test_layers_that_share_tables_alone_are_refused(mode):
     """Each would step from the old rows. Flax's modules in tree mode share nothing."""
     if mode == "tree":
