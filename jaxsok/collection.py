@@ -373,9 +373,9 @@ class Collection:
           TypeError, ValueError: a clock that is no uint32 scalar, or out of range. Raised when traced.
 
         Cost:
-          Two FFI calls per store, and one more where statistics are kept. Per key 16 bytes, one 64-byte bucket and its
-          row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each distinct key, plus
-          padding.
+          An FFI call per store, and one for all; more for rows in host memory and on a mesh. Per key 16 bytes, one
+          64-byte bucket and its row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each
+          distinct key, plus padding.
 
         Example:
           `embeddings, state, plan = collection.lookup(state, batch.features)`

@@ -1,8 +1,8 @@
 """The forward pass: features or a plan → embeddings, state, plan; `find` does the same and changes nothing.
 
-On one device each store costs one FFI call; initial rows that XLA computes cost three, and statistics one more. The
-ticket of the plan is one call for all stores (tickets.py). On a mesh this runs on every shard: the distinct keys go to
-their owners, which find or insert rows and send them back.
+On one device each store costs one FFI call; with initial rows that XLA computes it costs five, and six with statistics.
+Stores in host memory need several, too. The ticket of the plan is one call for all stores (tickets.py). On a mesh this
+runs on every shard: the distinct keys go to their owners, which find or insert rows and send them back.
 """
 
 import dataclasses
