@@ -58,7 +58,7 @@ class DeviceCache:
       keeps_rows: False: lookups read the source each time, as without a cache.
 
     Cost:
-      A lookup that hits: one program. An insertion into a full store reads about 80 bytes a row of capacity; other
+      A lookup that hits: one program. An insertion into a full store reads about 100 bytes a row of capacity; other
       lookups wait for it.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/embedding_cache.cpp`.
