@@ -520,7 +520,7 @@ class Collection:
 
     @annotations.annotate("jaxsok.erase")
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
-        """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
+        """Takes the rows of keys away; absent keys are passed over. Plans made before become stale if any row went.
 
         Keys that wait for admission by count are forgotten: nothing of a key is in later full exports and checkpoints;
         a delta names the keys of rows that went. A Bloom filter, whose counters keys share, keeps what it has counted.
@@ -606,10 +606,10 @@ class Collection:
 
     @annotations.annotate("jaxsok.clear")
     def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
-        """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
+        """Takes all rows of a table away; other tables of its store keep theirs.
 
-        Keys that wait for admission are forgotten, too. Returns the state, which is donated, and how many rows there
-        were.
+        Plans made before become stale if any row went. Keys that wait for admission are forgotten, too. Returns the
+        state, which is donated, and how many rows there were.
 
         Cost:
           16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store three times, and
@@ -904,7 +904,7 @@ class Collection:
         """Ends a step whose update is skipped: rows that its lookups inserted stay, and have learned nothing.
 
         Call it in place of `update`: draining (`drain`) ends with a step, also one without an update, and both branches
-        of a `lax.cond` must return states of one structure.
+        of a `lax.cond` must return states of one structure. `state.step`, which counts updates, does not advance.
 
         Example:
           `state = lax.cond(is_finite, lambda s: collection.update(s, plan, gradients)[0], collection.discard, state)`
