@@ -190,7 +190,7 @@ class Here(Reader):
         self, store: StoreState, row_ids: RowIds, known: SlotList | None = None
     ) -> tuple[StoreState, TableCounts, list[Array], SlotList | None]:
         """Does `combine` with the store's own rows; also returns their slots."""
-        store, view, slots, known = tiers.bring_known_rows(
+        store, view, slots, known = tiers.bring_rows(
             self.spec, store, self.seed, row_ids, known, keeps=not self.is_find
         )
         view, counts, values = self.combine(view, slots, view.rows)
@@ -348,7 +348,7 @@ class Owner(Reader):
         spec, asked, windows = self.spec, self.asked, not_none(self.exchange.windows)
         dtype = exchange_lib.gathered_dtype(self.exchange.spec.rows, spec.dtype)
         windows.reserve(asked.received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
-        store, view, slots, known = tiers.bring_known_rows(
+        store, view, slots, known = tiers.bring_rows(
             spec, store, self.seed, found.row_ids, found.slots, keeps=not self.is_find
         )
         reading = self.reading(self.words, spec.embedding_dtype if dtype == spec.dtype else "float32")

@@ -193,7 +193,7 @@ class BagsOwner(Owner):
         fits_kernels = on_wire not in SCALED_DTYPES and (dtype == "float32" or spec.dtype != "float16")
         if windows is not None and not is_by_xla and fits_kernels:
             windows.reserve(jnp.dtype(dtype).itemsize * spec.dim * lines.shape[0])
-            store, view, slots, known = tiers.bring_known_rows(
+            store, view, slots, known = tiers.bring_rows(
                 spec, store, seed, found.row_ids, found.slots, keeps=not self.is_find
             )
             reading, owned = make_reading(self._words_to_read()), received.features
@@ -239,7 +239,7 @@ class BagsOwner(Owner):
             view, known = dataclasses.replace(store, rows=(rows,)), None
             slots = jnp.arange(rows.shape[0], dtype=jnp.uint32)
         else:
-            store, view, slots, known = tiers.bring_known_rows(
+            store, view, slots, known = tiers.bring_rows(
                 spec, store, seed, row_ids, found.slots, keeps=not self.is_find
             )
         (num_bags,) = {layout.num_bags for layout in features.layouts}
@@ -321,7 +321,7 @@ def update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """Steps the rows of one store that this shard owns; counts as `update_here` does."""
     batch, num_tiles, row_ids, table_ids = _join_received("update", spec, s, used)
-    store, view, slots, _ = tiers.bring_known_rows(spec, store, inputs.seed, row_ids, used.slots_of(s))
+    store, view, slots, _ = tiers.bring_rows(spec, store, inputs.seed, row_ids, used.slots_of(s))
     of_batch = batch, num_tiles, slots, used.is_live, inputs.row_step, table_ids
     step = update_kernels.Step(spec.table_words(), inputs.seed, inputs.step, *of_batch)
     windows, wire = exchange.windows, exchange.spec.gradients

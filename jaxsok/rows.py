@@ -97,7 +97,7 @@ def slabs_of(spec: StoreSpec, store: StoreState, seed: Seed | UInt32[np.ndarray,
 
 def numbers_in_host_memory(spec: StoreSpec, store: StoreState, seed: Seed, row_ids: RowIds) -> Numbers:
     """Reads rows of a store in host memory by row id, and leaves its cache as it is."""
-    _, view, slots = tiers.bring_rows(spec, store, seed, row_ids, keeps=False)
+    _, view, slots, _ = tiers.bring_rows(spec, store, seed, row_ids, keeps=False)
 
     def lines_of(slabs: tuple[Array, ...]) -> Array:
         cached, *others = slabs
@@ -141,7 +141,7 @@ def write_lines(
 
     `states` has optimizer state by number; state that is not named, and statistics if None, stay as they are.
     """
-    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids)
+    store, view, slots, _ = tiers.bring_rows(spec, store, seed, row_ids)
     new_states = tuple(
         scatter(slots, states[k], slabs) if k in states else slabs for k, slabs in enumerate(view.states)
     )

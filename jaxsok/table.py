@@ -96,7 +96,7 @@ def gather(
     NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
     tables with `unknown="zeros"`; PADDING_KEY gives zeros. An update of the returned store comes after this read.
     """
-    store, view, slots, _ = tiers.bring_known_rows(spec, store, seed, row_ids, known, keeps=not is_find)
+    store, view, slots, _ = tiers.bring_rows(spec, store, seed, row_ids, known, keeps=not is_find)
     words = spec.table_words() if is_find else spec.refused_words()
     counters, rows, num_absent = kernels.gather(
         view.counters, words, seed, requests, slots, view.rows, is_find=is_find, dtype=dtype

@@ -4,7 +4,7 @@ An op that reads or writes numbers of rows first brings the rows: it gets a *vie
 state are those of the cache and of what is staged for this op, and *slots*, which stand for row ids in the view.
 Kernels work on a view as on any store. Where rows lie on the device, the view is the store and slots are row ids.
 
-    store, view, slots = tiers.bring_rows(spec, store, seed, row_ids)
+    store, view, slots, _ = tiers.bring_rows(spec, store, seed, row_ids)
     view = ...                                   # a kernel reads or writes the rows of the slots
     store = tiers.give_back(store, view, writes=True)
 """
@@ -25,34 +25,27 @@ from jaxsok.types import FRESH, NO_ROW, RowIds
 
 
 def bring_rows(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], row_ids: RowIds, *, keeps: bool = True
-) -> tuple[StoreState, StoreState, RowIds]:
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    row_ids: RowIds,
+    known: SlotList | None = None,
+    *,
+    keeps: bool = True,
+) -> tuple[StoreState, StoreState, RowIds, SlotList | None]:
     """Returns the store, a view that has the numbers of rows, and the slots of the rows in it; NO_ROW stays so.
 
     Rows that were not in the cache take the places of those whose use before the last one is the oldest (LRU-2); what
     does not fit is staged. With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is
     not donated.
 
+    Also returns the slots as a list for a later call with the same row ids, or None. `known` is such a list of an
+    earlier call, which saves this one to find the rows again. The results are the same.
+
     Costs nothing where rows lie on the device. Else a pass over the row ids; where rows come that were not foreseen a
     pass over some of the slots (8 bytes each; 262,144, or four for each row id); and over the link a record in, and one
     out if it makes room, for each row that comes. Staged rows take device memory for the op: one for each row id beyond
     the slots, with `keeps=False` one for each.
-    """
-    return bring_known_rows(spec, store, seed, row_ids, None, keeps=keeps)[:3]
-
-
-def bring_known_rows(
-    spec: StoreSpec,
-    store: StoreState,
-    seed: UInt32[Array, "2"],
-    row_ids: RowIds,
-    known: SlotList | None,
-    *,
-    keeps: bool = True,
-) -> tuple[StoreState, StoreState, RowIds, SlotList | None]:
-    """Does `bring_rows`, and returns the slots as a list for a later call with the same row ids, or None.
-
-    `known` is such a list of an earlier call, which saves this one to find the rows again. The results are the same.
     """
     if not store.tier:
         return store, store, row_ids, None

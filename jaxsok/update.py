@@ -66,7 +66,7 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    store, view, slots, _ = tiers.bring_known_rows(spec, store, inputs.seed, row_ids, used.slots_of(s))
+    store, view, slots, _ = tiers.bring_rows(spec, store, inputs.seed, row_ids, used.slots_of(s))
     tables, is_live = spec.table_words(), used.is_live
     step = kernels.Step(tables, inputs.seed, inputs.step, batch, num_tiles, slots, is_live, inputs.row_step)
     view, num_nonfinite, num_stale = kernels.update(view, step, flat)
@@ -107,7 +107,7 @@ def update_exchanged(
         sums, total = gradients_lib.scale_by_uses(spec, arrived, is_live, counts_uses=inputs.counts_uses)
         received = [part.received for part in arrived]
         row_ids = gradients_lib.concatenate([part.row_ids for part in arrived])
-        store, view, slots = tiers.bring_rows(spec, store, inputs.seed, row_ids)
+        store, view, slots, _ = tiers.bring_rows(spec, store, inputs.seed, row_ids)
         step_of_round = _step_of_lines(spec, inputs, received, slots, is_live, total)
         view, more_nonfinite, _ = kernels.update(view, step_of_round, sums)
         store = tiers.give_back(store, view, writes=True)
@@ -138,7 +138,7 @@ def _update_in_windows(
     dtype = gathered_dtype(exchange.spec.gradients, "float32")
     windows.reserve(received.shape[0] * spec.dim * np.dtype(dtype).itemsize)
     _, *bags = part.operands()
-    store, view, slots, _ = tiers.bring_known_rows(spec, store, inputs.seed, row_ids, found.slots)
+    store, view, slots, _ = tiers.bring_rows(spec, store, inputs.seed, row_ids, found.slots)
     step = _step_of_lines(spec, inputs, [received], slots, used.is_live, total)
     flat = gradients_lib.gradients_by_bag(spec, part, gradients)
     of_bags = asked.slots, bags, flat, part.num_tiles, dtype, found.sorted_uses

@@ -115,7 +115,7 @@ def lookup(
     `before` are the plans of earlier lookups of the step. Refuses, when traced, taps of another shape, and a batch of
     `before` while others are looked up ahead: the state then expects the next batch.
     """
-    batch = features.features if isinstance(features, Plan) else features
+    batch = _features_of("lookup", collection, features)
     if state.ahead and any(_are_same(batch, plan.features) for plan in before):
         raise ValueError(
             f"{op}: features: got a batch that this step has looked up already, with lookups ahead in flight, wanted "

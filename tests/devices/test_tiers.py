@@ -213,7 +213,7 @@ def bringing(collection):
     def bring(state, row_ids):
         stores = []
         for spec, store, wanted in zip(collection.stores, state.stores, row_ids, strict=True):
-            store, view, _ = tiers.bring_rows(spec, store, state.seed, wanted)
+            store, view, *_ = tiers.bring_rows(spec, store, state.seed, wanted)
             stores.append(tiers.give_back(store, view))
         return dataclasses.replace(state, stores=tuple(stores))
 
