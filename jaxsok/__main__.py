@@ -31,6 +31,7 @@ _SOURCES = pathlib.Path(__file__).resolve().parents[1]  # the checkout, or the f
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, by default with the arguments of this process; returns the exit status."""
+    _open_streams()
     parser = argparse.ArgumentParser(prog="python -m jaxsok", description="Dynamic embedding tables for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Demo and benchmarks bring their own parsers.
@@ -71,6 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _open_streams() -> None:
+    """Opens the standard streams that the caller has closed: else a socket gets such a number, and serve aborts."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the least free number
 
 
 def _print(text: str, ignored: type[OSError]) -> None:

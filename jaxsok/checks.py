@@ -30,11 +30,17 @@ def not_none(value: Value | None) -> Value:
 
 
 def module(what: str, name: str, wanted: str) -> Any:
-    """Imports a module of an optional package; ImportError: it is not installed."""
+    """Imports a module of an optional package; ImportError: it is not installed, or does not load."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{what}: got no such module, wanted it {wanted}.") from error
+        raise import_error(what, error, wanted) from error
+
+
+def import_error(what: str, error: ImportError, wanted: str) -> ImportError:
+    """Makes the error of an optional package that was not imported, by the reason for that."""
+    got = "no such module" if isinstance(error, ModuleNotFoundError) else f"one that does not load ({error})"
+    return ImportError(f"{what}: got {got}, wanted it {wanted}.", name=error.name)
 
 
 def is_number(value: Any) -> bool:

@@ -4,10 +4,11 @@ They are made outside of programs, as the arrays of a slab on the device are. Fo
 library's own (ffi/kernels/host_memory.h), of JAX's memory kind `pinned_host`; on a CPU they are ordinary arrays.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +50,8 @@ def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
     """Makes the host slab for the rows of new records, on their devices and split as they are."""
     shape = (records.shape[0], host_row_bytes(spec))
     if not _is_pinned(records):
-        return shards.make(_zeros, *shape)
+        with _as_memory_error(*shape):
+            return shards.make(_zeros, *shape)
     if isinstance(records, jax.core.Tracer):  # in a program there is only XLA's own pool
         return jax.device_put(shards.make(_zeros, *shape), jax.memory.Space.Host)
     parts = [_allocate_pinned(part.device, (part.data.shape[0], shape[1])) for part in records.addressable_shards]
@@ -61,7 +63,8 @@ def _new_host_slab(spec: StoreSpec, records: Array, shards: Shards) -> Array:
 def new_host_rows(device: Any, num_rows: int, width: int) -> Array:
     """Makes zeros, uint8[num_rows, width], in host memory that a device reads and writes; MemoryError: no room."""
     if device.platform == "cpu":
-        return jax.device_put(_zeros(num_rows, width), device)
+        with _as_memory_error(num_rows, width):
+            return jax.device_put(_zeros(num_rows, width), device)
     return mark_host_memory(_allocate_pinned(device, (num_rows, width)))
 
 
@@ -73,6 +76,20 @@ def bytes_of(slab: Array) -> np.ndarray:
 
 def _zeros(num_rows: int, width: int) -> Array:
     return jnp.zeros((num_rows, width), jnp.uint8)
+
+
+@contextlib.contextmanager
+def _as_memory_error(num_rows: int, width: int) -> Iterator[None]:
+    """Raises what XLA says where a CPU has no memory as the error of a GPU's host memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(
+            f"host memory: got {num_rows * width} bytes ({num_rows} rows of {width}), wanted what the system gives: "
+            f"{str(error).rstrip('.')}. Ask for fewer rows, or raise the limit (ulimit -v)."
+        ) from error
 
 
 def _is_pinned(records: Array) -> bool:

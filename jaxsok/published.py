@@ -7,6 +7,7 @@ others get an error. Readers never look at the names that a dead writer leaves.
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import pathlib
 import secrets
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
+_log = logging.getLogger(__name__)
 _OF_DISKS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS
 
 ENDING = ".writing"
@@ -48,7 +50,25 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
                     "what was written here is removed."
                 ) from error
             raise
-    sync(path.absolute().parent)
+    with noting_complete(op, path):
+        sync(path.absolute().parent)
+
+
+@contextlib.contextmanager
+def noting_complete(op: str, path: pathlib.Path) -> Iterator[None]:
+    """Notes in an error that what it interrupts has its name already."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f'{op}: "{path}" is complete, and stays; remove it before you write it again.')
+        raise
+
+
+def remove(folder: pathlib.Path) -> None:
+    """Removes a folder that is not published; a warning says if the system does not let it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        _log.warning('"%s": of a writer that failed; it was not removed whole: remove it.', folder)
 
 
 def require_new(op: str, path: str | os.PathLike[str]) -> None:
@@ -71,7 +91,7 @@ def new_folder(op: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
                     to_disk(written.fileno())
             publish(op, folder, path)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         raise
 
 
@@ -151,7 +171,7 @@ def partial_files(
     end = f".{secrets.token_hex(4)}.partial"
     partials = [path.with_name(path.name + end) for path in paths]
     try:
-        with contextlib.ExitStack() as stack, naming(paths[0]):
+        with naming(paths[0]), contextlib.ExitStack() as stack:
             paths[0].parent.mkdir(parents=True, exist_ok=True)  # of all of them
             opened = [stack.enter_context(open(partial, "x+b")) for partial in partials]
             yield opened

@@ -5,11 +5,11 @@ base and what it rests on have, and the tables have not.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Sequence
 
 import jax
@@ -165,10 +165,13 @@ def begin_export_delta(
     options = SaveOptions(compression, host_bytes, piece_bytes)
     op = "begin_export_delta"
     _require_base(op, base)
-    finish = _begin_export(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys)
-    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.export")
-    exported = pool.submit(finish)
-    pool.shutdown(wait=False)
+    begun: concurrent.futures.Future[Callable[[], Exported]] = concurrent.futures.Future()
+    with contextlib.ExitStack() as stack:
+        pool = concurrent.futures.ThreadPoolExecutor(1, "jaxsok.export")
+        stack.callback(pool.shutdown, wait=False)
+        exported = pool.submit(lambda: begun.result()())  # first of all: the system may have no thread for it
+        stack.callback(begun.cancel)  # unless it has a result
+        begun.set_result(_begin_export(op, path, collection, state, base, options, clock, keeps_keys=keeps_keys))
     return exported
 
 
@@ -241,6 +244,8 @@ def _begin_export(
         with processes.fail_together(op):
             chain = _open_base(op, collection, state, base, clock, has_keys=kept is not None)
         last, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder.resolve(), final.parent.resolve())
+        if any("\ud800" <= letter <= "\udfff" for letter in base_path):  # what Python makes of other bytes
+            raise ValueError(f"{op}: base: got a folder at {base_path!r}, wanted a path in UTF-8: files name it.")
         rests_on = {"base": last["uuid"], "base_path": base_path, "since": last["clock"]}
     # Each process writes the rows of its own shards.
     processes.require_same(op, [f"clock: {clock}", f"bases: {[source.manifest['uuid'] for source in chain]}"])
@@ -307,7 +312,8 @@ def _finish(
     except BaseException as error:
         _abandon(folder, saving, error)
         raise
-    manifest = manifest_lib.read(op, final)
+    with published.noting_complete(op, final):
+        manifest = manifest_lib.read(op, final)
     facts = {name: manifest[name] for name in ("uuid", "kind", "step", "clock")}
     num_rows = {name: table["num_rows"] for name, table in manifest["tables"].items()}
     tombstones = {name: table[manifest_lib.TOMBSTONES] for name, table in manifest["tables"].items()}
@@ -321,4 +327,4 @@ def _abandon(folder: pathlib.Path, saving: Saving | None, error: BaseException) 
     if saving is not None:
         saving.stop(error)
     if jax.process_index() == 0 and (isinstance(error, Exception) or jax.process_count() == 1):
-        shutil.rmtree(folder, ignore_errors=True)
+        published.remove(folder)

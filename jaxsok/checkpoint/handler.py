@@ -12,15 +12,14 @@ from typing import Any
 
 import jax
 
+from jaxsok import checks, processes, published
+
 try:
     import orbax.checkpoint as ocp
 except ImportError as error:
-    raise ImportError(
-        "jaxsok.checkpoint: orbax-checkpoint: got no such module, wanted it for checkpoints; pip install "
-        "'jaxsok[checkpoint]'."
-    ) from error
+    wanted = "for checkpoints; pip install 'jaxsok[checkpoint]'"
+    raise checks.import_error("jaxsok.checkpoint: orbax-checkpoint", error, wanted) from error
 
-from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.restore import restore
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving
@@ -78,7 +77,8 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         with processes.fail_together(SAVE):
             saving = args.make_saving()
             self.report = args.report
-            saving.begin(directory).result()
+            with published.naming(directory):
+                saving.begin(directory).result()
         with processes.fail_together(SAVE):
             _join(directory)
 
@@ -104,7 +104,8 @@ async def _write(saving: Saving, directory: Any, votes: tuple[processes.Vote, pr
     """Writes, and waits for all processes: Orbax would wait for those that failed until its timeout."""
     for vote, write in zip(votes, (saving.write, _join), strict=True):
         try:
-            write(directory)
+            with published.naming(directory):
+                write(directory)
         except BaseException as error:
             vote.report(error)
             raise

@@ -15,6 +15,7 @@ import itertools
 import os
 import pathlib
 import re
+import tokenize
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,7 +132,8 @@ class _Day(ArraySource):
         labels, bags = pathlib.Path(f"{stem}_labels.npy"), pathlib.Path(f"{stem}_sparse_multi_hot.npz")
         columns = {"integers": _map_rows(dense, NUM_INTEGERS)}
         if labels.exists():
-            columns["label"] = np.load(labels, mmap_mode="r").reshape(-1)
+            with _naming_damage(labels):
+                columns["label"] = np.load(labels, mmap_mode="r").reshape(-1)
         if bags.exists():
             columns |= _map_bags(bags)
         else:
@@ -173,19 +175,32 @@ def _columns_of(categories: np.ndarray) -> Columns:
 
 
 def _map_rows(path: pathlib.Path, width: int) -> np.ndarray:
-    array = np.load(path, mmap_mode="r")
+    with _naming_damage(path):
+        array = np.load(path, mmap_mode="r")
     if array.shape[1:] != (width,):
         raise ValueError(f"binary_source: {path}: got shape {list(array.shape)}, wanted [num_samples, {width}].")
     return array
 
 
+@contextlib.contextmanager
+def _naming_damage(path: pathlib.Path) -> Iterator[None]:
+    """Names a file of NumPy that cannot be mapped; NumPy's errors do not."""
+    try:
+        yield
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile) as error:
+        num_bytes = path.stat().st_size
+        raise ValueError(
+            f"binary_source: {path}: got {num_bytes} bytes that NumPy cannot map, wanted arrays of np.save or np.savez "
+            "without objects; the file is cut off or damaged: make it again, or use another copy."
+        ) from error
+
+
 def _map_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Maps the keys of each category from an uncompressed .npz, which `np.load` would copy to memory."""
     arrays = {}
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        for member in archive.infolist():
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"binary_source: {path}: got compressed arrays, wanted those of np.savez.")
+    with _naming_damage(path), zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+        for member in [] if is_compressed else archive.infolist():
             file.seek(member.header_offset + 26)  # the lengths of name and extra field, which the data follow
             name_bytes, extra_bytes = np.frombuffer(file.read(4), "<u2").tolist()
             file.seek(member.header_offset + 30 + name_bytes + extra_bytes)
@@ -194,6 +209,8 @@ def _map_bags(path: pathlib.Path) -> dict[str, np.ndarray]:
             shape, is_fortran, dtype = read_header(file)
             order = "F" if is_fortran else "C"
             arrays[member.filename.removesuffix(".npy")] = np.memmap(path, dtype, "r", file.tell(), shape, order)
+    if is_compressed:
+        raise ValueError(f"binary_source: {path}: got compressed arrays, wanted those of np.savez.")
     wanted = {str(i): name for i, name in enumerate(CATEGORY_NAMES)}
     if set(arrays) != set(wanted):
         raise ValueError(f'binary_source: {path}: got arrays {list(arrays)}, wanted "0" to "{NUM_CATEGORIES - 1}".')

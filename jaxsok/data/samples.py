@@ -401,6 +401,7 @@ def _read_batch(path: str, number: int, schema: Any, columns: list[str] | None) 
 
     with pa.memory_map(path) as file:
         batch = pa.ipc.open_file(file).get_batch(number)
+    batch.validate()  # a damaged offset of lists would end the process
     if batch.schema.types == schema.types:
         return batch
     names = schema.names if columns is None else columns

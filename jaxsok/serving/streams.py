@@ -63,6 +63,7 @@ BATCH_BYTES = 2 * 2**30  # versions up to this many bytes are applied as one ver
 WAIT_S = 0.5  # for the next version; `stop` waits as long
 WAIT_AHEAD_S = 0.05  # the same while versions are applied, whose end waits as long
 RETRY_S = 1.0  # after a failure
+_REFUSALS = "NoPermissionError", "ReadOnlyError", "ResponseError"  # kinds of answers that stay the same
 _UNREACHED = redis.ConnectionError, redis.TimeoutError, OSError
 # Adds a version and removes old ones, if the last version is the one of this id. KEYS: the stream, the chunks of the
 # new version, those of the old ones. ARGV: the id or nothing, the entry, the ids of the old ones.
@@ -165,6 +166,8 @@ class _Stream:
             wanted = "the user and password of its URL to be right"
         elif kind == "ValueError":
             wanted = "parameters in its URL that redis.Redis.from_url takes"
+        elif kind in _REFUSALS:
+            wanted = "it to do what it was asked; see what it says"
         elif stream_files.is_of_tls(text):
             wanted = "TLS on both sides, and certificates that both accept (rediss://host:port?ssl_ca_certs=/path)"
         return DatabaseError(f'{self.what}got {kind} of Redis at "{host}" ({text}), wanted {wanted}.')
@@ -238,6 +241,7 @@ class Publisher:
         """Adds a version: a folder that `export_full` or `export_delta` wrote.
 
         With `by_path` only its path goes through Redis, for servers that find the folder there: for full exports.
+        Before anything is sent, the sizes of such a folder's files are checked, or all bytes where these are sent.
 
         Servers see all of it or nothing. The last version of the stream is not added again: an answer of Redis that was
         lost may have been a success. The first versions go if later full exports have all of their tables, and where
@@ -251,10 +255,12 @@ class Publisher:
           CorruptFileError, FileNotFoundError: the folder.
 
         Cost:
-          Sends all files of the folder once; holds CHUNK_BYTES of them at a time.
+          Reads all files of the folder against their checksums, then sends them; holds a batch of rows, or CHUNK_BYTES.
         """
         path, stream = pathlib.Path(folder), self._stream
-        manifest = Source.of("publish", path).manifest
+        source = Source.of("publish", path)
+        manifest = source.manifest
+        source.check(list(manifest["tables"]))
         files = [file for table in manifest["tables"].values() for kind in manifest_lib.KINDS for file in table[kind]]
         names = [*(file["name"] for file in (*files, *manifest[manifest_lib.BLOOM])), manifest_lib.NAME]
         sizes = [] if by_path else [(name, (path / name).stat().st_size) for name in names]
@@ -262,6 +268,8 @@ class Publisher:
         make_room = functools.partial(self._make_room, path, manifest["uuid"], base, sum(size for _, size in sizes))
         if make_room() is None:
             return
+        if not by_path:  # servers would refuse it, and no repaired one could take its place
+            source.verify(list(manifest["tables"]))
         token, num_chunks = secrets.token_hex(8), sum(-(-size // CHUNK_BYTES) for _, size in sizes)
         payload = f"{stream.name}:{token}"
         entry = {"uuid": manifest["uuid"], "base": base, "payload": token, "files": sizes}

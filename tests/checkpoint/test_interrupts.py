@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import os
+import resource
 import signal
 import sys
 import threading
@@ -10,12 +11,14 @@ import time
 import warnings
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train
 
 import jaxsok
-from jaxsok import admission, checkpoint, enlarge, evict, grow, interrupts, table_import
+from jaxsok import admission, checkpoint, enlarge, evict, grow, interrupts, published, table_import
 from jaxsok.checkpoint import save
+from jaxsok.interchange import columns, sok
 
 POOL = concurrent.futures.ThreadPoolExecutor
 
@@ -285,6 +288,83 @@ def test_an_export_whose_bytes_are_lost_fails(at, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", not_supported)
     assert checkpoint.export_full(tmp_path / "saved", collection, state).num_rows == {"item": 30}
+
+
+def test_an_export_whose_name_is_lost_says_that_it_is_complete(tmp_path, monkeypatch):
+    """It has its name when the parent folder cannot be flushed."""
+    collection, state, _ = full()
+    fsync = os.fsync
+
+    def fail_in_parent(descriptor):
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_in_parent)
+    with pytest.raises(OSError, match="Input/output error") as info:
+        checkpoint.export_full(tmp_path / "saved", collection, state)
+    assert any('saved" is complete, and stays' in note for note in info.value.__notes__)
+    assert by_key(collection, checkpoint.load(tmp_path / "saved", collection)) == by_key(collection, state)
+
+
+def test_a_delta_without_a_thread_leaves_nothing(tmp_path, monkeypatch):
+    collection, state, batch = full(statistics=True)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith("jaxsok.export"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+        patched.setattr(threading.Thread, "start", refuse)
+        checkpoint.begin_export_delta(tmp_path / "delta", collection, state, base=tmp_path / "full")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    checkpoint.begin_export_delta(tmp_path / "delta", collection, state, base=tmp_path / "full").result()
+
+
+def test_a_folder_that_cannot_be_removed_is_named(tmp_path, monkeypatch, caplog):
+    collection, state, _ = full()
+    monkeypatch.setattr(published.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        press_after(monkeypatch, save, "pieces")
+        checkpoint.export_full(tmp_path / "saved", collection, state)
+    (left,) = tmp_path.iterdir()
+    assert any(left.name in record.getMessage() for record in caplog.records)
+
+
+def test_a_base_whose_path_is_no_unicode_is_refused(tmp_path):
+    collection, state, _ = full(statistics=True)
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    checkpoint.export_full(folder / "full", collection, state)
+    with pytest.raises(ValueError, match=r"export_delta: base: got a folder at .* wanted a path in UTF-8"):
+        checkpoint.export_delta(tmp_path / "delta", collection, state, base=folder / "full")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_that_are_too_large_are_named(tmp_path):
+    """The limit is the process's; a full disk is met at the same places."""
+    collection, state, _ = full()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_tables(path):
+        with ocp.Checkpointer(checkpoint.TablesCheckpointHandler()) as checkpointer:
+            checkpointer.save(path, args=checkpoint.TablesSave(collection, state))
+
+    calls = {
+        "sok": lambda path: sok.save(collection, state, path),
+        "npz": lambda path: columns.save(collection, state, path, format="npz"),
+        "orbax": save_tables,
+    }
+    for name, call in calls.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if name == "orbax" else 100, hard))  # Orbax writes files, too
+        try:
+            with pytest.raises(OSError, match=f"File too large: '.*{name}"):
+                call(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_delta_is_written_where_its_path_was_when_it_began(tmp_path, monkeypatch):

@@ -17,6 +17,16 @@ def test_integers_come_back_as_pythons(value):
     assert type(checks.integer("op: argument", value, 3, 3)) is int
 
 
+def test_a_package_that_does_not_load_is_not_taken_for_a_missing_one(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("raise ImportError('libstdc++.so.6: version not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = r"op: got one that does not load \(libstdc\+\+.so.6: version not found\), wanted it to read"
+    with pytest.raises(ImportError, match=wanted):
+        checks.module("op", "broken_package", "to read; pip install it")
+    with pytest.raises(ImportError, match="op: got no such module, wanted it to read"):
+        checks.module("op", "missing_package", "to read; pip install it")
+
+
 @pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5), np.int8(1)])
 def test_numbers_come_back_as_pythons(value):
     """An integer stays an integer."""

@@ -4,6 +4,8 @@ import ctypes
 import dataclasses
 import gc
 import re
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -253,6 +255,34 @@ def test_host_memory_that_there_is_not(monkeypatch):
     assert enlarge.next_capacity(collection.stores[0], 1000, 1001, None, limit) == 1250
     enough = dataclasses.replace(limit, num_bytes=80_000)
     assert enlarge.next_capacity(collection.stores[0], 1000, 1001, None, enough) == 2000
+
+
+LIMITED = """
+import resource, jaxsok
+
+def collection(capacity):
+    memory = jaxsok.HostMemory(device_rows=8)
+    table = jaxsok.TableSpec("user", 64, jaxsok.optim.sgd(0.1), capacity=capacity, memory=memory)
+    return jaxsok.Collection([table], [jaxsok.FeatureSpec("user", table="user")])
+
+small = collection(1000)
+state = small.init(seed=0)
+num_bytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (num_bytes + (300 << 20),) * 2)
+try:
+    collection(2_000_000).init(seed=0)
+except MemoryError as error:
+    assert "512000000 bytes (2000000 rows of 256)" in str(error) and "ulimit -v" in str(error), error
+    assert small.num_rows(state) == {"user": 0}
+    print("refused")
+"""
+
+
+@on_cpu
+def test_memory_that_a_limit_of_the_process_refuses():
+    """It is no error of XLA, whose message names neither rows nor limit."""
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert done.stdout == "refused\n", done.stderr
 
 
 def test_all_devices_of_a_mesh_share_the_host(monkeypatch):

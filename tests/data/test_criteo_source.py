@@ -501,6 +501,23 @@ def test_arrays_of_another_shape_are_refused(tmp_path, change, message):
         criteo.binary_source(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["dense.npy", "labels.npy", "sparse.npy", "sparse_multi_hot.npz"])
+@pytest.mark.parametrize("size", [0, 3, 60, -200])
+def test_damaged_arrays_are_named(tmp_path, name, size):
+    """NumPy's errors do not say which file it is, and one of them advises to unpickle it."""
+    _day(tmp_path, 0, 50)
+    if name.endswith(".npz"):
+        _without(tmp_path, "day_0_sparse.npy")
+        _bags(tmp_path, [(str(i), 50) for i in range(26)])
+    file = tmp_path / f"day_0_{name}"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(
+        ValueError, match=rf"binary_source: .*day_0_{name}: got \d+ bytes .* cut off or damaged"
+    ) as info:
+        criteo.binary_source(tmp_path)
+    assert "pickle" not in str(info.value)
+
+
 def test_missing_and_cut_off_files(tmp_path):
     """A day without categories, and a file that ends within a sample, are refused."""
     with pytest.raises(FileNotFoundError, match=r"got no \*_dense\.npy there"):

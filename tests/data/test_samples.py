@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from hypothesis import strategies as st
@@ -407,6 +408,20 @@ def test_blocks_are_row_groups_and_record_batches(tmp_path):
     """A block is what a file reads at once; files and groups without rows are no blocks."""
     assert ArrowSource(_parquet(tmp_path / "files")).ends.tolist() == [8, 16, 24, 25, 33, 41, 49, 57, 60]
     assert ArrowSource(_ipc(tmp_path / "a.arrow")).ends.tolist() == [9, 18, 27, 36, 45, 54, 60]
+
+
+def test_a_damaged_offset_of_lists_is_an_error(tmp_path):
+    """Arrow itself would end the process where it cuts the values by offsets that are beyond them."""
+    offsets, path = np.arange(0, 91, 3, dtype="<i4"), tmp_path / "a.arrow"
+    lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.arange(90)))
+    pyarrow.feather.write_feather(pa.table({"seen": lists}), path, compression="uncompressed")
+    whole = path.read_bytes()
+    assert whole.count(offsets.tobytes()) == 1
+    offsets[-1] = 1024
+    path.write_bytes(whole.replace(np.arange(0, 91, 3, dtype="<i4").tobytes(), offsets.tobytes()))
+    with pytest.raises(pa.ArrowInvalid) as info:
+        ArrowSource(path).take(slice(0, 30))
+    assert any("a.arrow" in note for note in info.value.__notes__)
 
 
 def test_partitions_are_columns(tmp_path):

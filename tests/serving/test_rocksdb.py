@@ -85,7 +85,11 @@ def test_a_limit_of_open_files_bounds_neither_rows_nor_readers(tmp_path, monkeyp
 def test_errors_of_rocksdb_say_what_would_help():
     from jaxsok.serving.databases import rocksdb
 
-    for text, wanted in (("IO error: Too many open files: x.sst", "ulimit -n"), ("Read-only file system", "may write")):
+    for text, wanted in (
+        ("IO error: Too many open files: x.sst", "ulimit -n"),
+        ("Read-only file system", "may write"),
+        ("Corruption: truncated block read from 000012.sst", "remove it and open the session again"),
+    ):
         assert wanted in rocksdb._wanted(Exception(text))
 
 

@@ -537,6 +537,36 @@ def test_versions_are_published_in_order(url, tmp_path):
         streams.Publisher(url, "dlrm", max_bytes=0)
 
 
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "missing", "cut off, by its path"])
+def test_a_damaged_folder_is_not_published(url, tmp_path, damage):
+    """Nothing of it is sent; once repaired, it is published as ever, and servers go on."""
+    training = Training(tmp_path, url)
+    folder = pathlib.Path(training.all() if "path" in damage else training.change())
+    file = next(folder.glob("table_*.arrow"))
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "one bit":
+        file.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    else:
+        file.write_bytes(whole[: len(whole) // 2])
+    with serve(url, training) as session:
+        with pytest.raises(checkpoint.CorruptFileError, match=f"publish: file .*{file.name}"):
+            training.publisher.publish(folder, by_path="path" in damage)
+        assert not redis.Redis.from_url(url).keys("*:*:*"), "chunks"
+        assert not training.publisher._stream.entries()
+        file.write_bytes(whole)
+        training.publisher.publish(folder, by_path="path" in damage)
+        wait_until(lambda: serves(session, training))
+
+
+def test_what_redis_will_never_do_is_reported_as_such(url, tmp_path):
+    training = Training(tmp_path, url)
+    redis.Redis.from_url(url).set(training.publisher.name, "of another type")
+    with pytest.raises(DatabaseError, match=r"got ResponseError .*WRONGTYPE.* wanted it to do what it was asked"):
+        training.publisher.publish(training.first)
+
+
 def test_a_version_that_several_publish_at_once_is_added_once(url, tmp_path):
     """Each has sent all chunks before the first one adds the version; only the chunks of that one stay."""
     training = Training(tmp_path, url)

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.serving.config import VolatileDb
 from jaxsok.serving.databases.rows import CircuitBreaker, Database, bytes_of
 from jaxsok.serving.errors import DatabaseError, ServingError
@@ -31,8 +32,8 @@ try:
     from redis.exceptions import RedisClusterException
     from redis.retry import Retry
 except ImportError as error:
-    wanted = "wanted it for a configuration or a Publisher that names Redis; pip install 'jaxsok[databases]'"
-    raise ImportError(f"redis: got no such module, {wanted}.", name="redis") from error
+    wanted = "for a configuration or a Publisher that names Redis; pip install 'jaxsok[databases]'"
+    raise checks.import_error("redis", error, wanted) from error
 
 _log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.serving.config import PersistentDb
 from jaxsok.serving.databases.rows import Database, bytes_of
 from jaxsok.serving.errors import DatabaseError
@@ -22,8 +23,8 @@ from jaxsok.serving.ready import rest_s
 try:
     import rocksdict
 except ImportError as error:
-    wanted = "wanted it for persistent_db of type rocks_db; pip install 'jaxsok[databases]'"
-    raise ImportError(f"rocksdict: got no such module, {wanted}.", name="rocksdict") from error
+    wanted = "for persistent_db of type rocks_db; pip install 'jaxsok[databases]'"
+    raise checks.import_error("rocksdict", error, wanted) from error
 
 _log = logging.getLogger(__name__)
 _MEMORY_TABLES = "active-mem-table", "imm-mem-tables"  # in the order in which entries move
@@ -174,6 +175,8 @@ def _wanted(error: Exception) -> str:
         return "a higher limit of open files (ulimit -n)"
     if "Read-only file system" in text or "Permission denied" in text:
         return "a folder in which this process may write, also with read_only: rocksdict writes rocksdict-config.json"
+    if text.startswith("Corruption"):
+        return "undamaged files; restore the folder, or remove it and open the session again, which fills it"
     return "a folder that no other process has open to write, and space on its disk; after a full disk open it again"
 
 
