@@ -21,28 +21,41 @@ PADDING = jaxsok.PADDING_KEY
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Programs, compiled once per collection
+# Programs, compiled once for all collections that are declared alike
+
+_FIRST = {}
 
 
-@functools.cache
+def first_of_equals(collection):
+    """Returns the first collection that was declared like this one: its programs take the states of all of them."""
+    return _FIRST.setdefault((collection._steps, collection.features), collection)
+
+
+def for_equals(make):
+    """Calls a function of a collection once for all collections that are declared alike."""
+    cached = functools.cache(make)
+    return functools.wraps(make)(lambda collection: cached(first_of_equals(collection)))
+
+
+@for_equals
 def lookup(collection):
     """Returns jitted `collection.lookup`."""
     return jax.jit(collection.lookup)
 
 
-@functools.cache
+@for_equals
 def plan(collection):
     """Returns jitted `collection.plan`."""
     return jax.jit(collection.plan)
 
 
-@functools.cache
+@for_equals
 def find(collection):
     """Returns jitted `collection.find`."""
     return jax.jit(collection.find)
 
 
-@functools.cache
+@for_equals
 def update(collection):
     """Returns jitted `collection.update`."""
     return jax.jit(collection.update)
@@ -65,7 +78,7 @@ def train_step(collection, loss=loss_of):
     return step
 
 
-@functools.cache
+@for_equals
 def donated_step(collection):
     """Returns jitted `train_step` that donates its state."""
     return jax.jit(train_step(collection), donate_argnums=0)
@@ -375,7 +388,7 @@ def in_place():
     return quickly() if flag not in os.environ.get("XLA_FLAGS", "") else {**quickly(), flag: True}
 
 
-@functools.cache
+@for_equals
 def fed_step(collection):
     """Returns a jitted, donated step with given gradients; it returns state, embeddings and statistics."""
 

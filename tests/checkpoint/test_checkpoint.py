@@ -637,7 +637,7 @@ def fails_later(monkeypatch, call):
     monkeypatch.setattr(files.SavedFile, "batches", read)
 
 
-@pytest.mark.parametrize(("num_devices", "call"), [(None, 0), (2, 2), (None, 4)])
+@pytest.mark.parametrize(("num_devices", "call"), [pytest.param(None, 0, marks=pytest.mark.slow), (2, 2), (None, 4)])
 def test_what_fails_on_the_way_leaves_a_state(saved, monkeypatch, num_devices, call):
     """If rows of the given state are gone already, the error holds the remaining state, which can be restored into."""
     collection = collection_of(tables_of(capacity=40), num_devices)
@@ -1009,7 +1009,8 @@ def test_a_resumed_run_evicts_at_the_steps_of_one_that_went_on(num_shards, tmp_p
 
     def made():
         sgd, lru = jaxsok.optim.sgd(0.1), policies.LeastRecentlyUsed()
-        spec = jaxsok.TableSpec("user", 4, sgd, capacity=64, max_capacity=400 * num_shards, eviction=lru)
+        rows = {"capacity": 400 * num_shards, "max_capacity": 400 * num_shards}
+        spec = jaxsok.TableSpec("user", 4, sgd, **rows, eviction=lru)
         features = [jaxsok.FeatureSpec("user", "user")]
         if num_shards == 1:
             return jaxsok.Collection([spec], features)

@@ -39,6 +39,21 @@ def path(tmp_path_factory):
     return path
 
 
+@programs.for_equals
+def step_of(collection):
+    """Returns the jitted step of all runs."""
+
+    def step(state, batch, plan):
+        def loss_fn(embeddings):
+            score = embeddings["user"].sum(axis=1) + embeddings["tags"].sum(axis=1)
+            return jnp.mean((score - batch["label"]) ** 2)
+
+        embeddings, state, plan = collection.lookup(state, plan)
+        return collection.update(state, plan, jax.grad(loss_fn)(embeddings))
+
+    return jax.jit(step, donate_argnums=0)
+
+
 class Run:
     """A training loop with all its objects."""
 
@@ -49,22 +64,13 @@ class Run:
         self.batches = iterate(batches.repeat(2), **options)
         self.state = self.collection.init(seed=0)
         self.trained = []
-        self.step = jax.jit(self._step, donate_argnums=0)
-
-    def _step(self, state, batch, plan):
-        def loss_fn(embeddings):
-            score = embeddings["user"].sum(axis=1) + embeddings["tags"].sum(axis=1)
-            return jnp.mean((score - batch["label"]) ** 2)
-
-        embeddings, state, plan = self.collection.lookup(state, plan)
-        return self.collection.update(state, plan, jax.grad(loss_fn)(embeddings))
 
     def train(self, num_batches=None):
         """Trains on some batches, or on all that are left; returns the pipeline."""
         pipeline = self.collection.pipeline(self.batches)
         for batch, plan in itertools.islice(pipeline, num_batches):
             self.state = self.collection.grow(self.state, batch)
-            self.state, stats = self.step(self.state, batch, plan)
+            self.state, stats = step_of(self.collection)(self.state, batch, plan)
             stats.check()
             self.trained.append(np.asarray(batch.features.keys("user")).tolist())
         return pipeline

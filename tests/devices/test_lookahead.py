@@ -83,7 +83,7 @@ def raw_batches(features, num_steps=NUM_STEPS, num_keys=30):
     return batches
 
 
-@functools.cache
+@programs.for_equals
 def step_of(collection):
     """Jits a step whose gradients depend on the embeddings, so that a row read too early changes all later steps."""
 
@@ -165,7 +165,7 @@ def late_batches(num_batches):
 def test_a_large_store_evicts_at_the_same_steps(num_shards, monkeypatch):
     """A store that decides by the counters of earlier batches keeps its bits too, whatever has arrived."""
     rows = 24 * NUM_SAMPLES * (num_shards or 1) + 64
-    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=32, max_capacity=rows, eviction=LRU)
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=rows, max_capacity=rows, eviction=LRU)
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
     raws = late_batches(rows // 5)
     plain, pipelined, busy = (make([spec], FEATURES[:1]) for _ in range(3))
@@ -193,7 +193,7 @@ def test_a_large_store_evicts_at_the_same_steps(num_shards, monkeypatch):
 )
 def test_policies_see_what_they_would_without_lookups_ahead(num_shards, eviction, admission):
     """The bits are the same also if too few rows leave and keys are refused."""
-    options = {"capacity": 32, "max_capacity": 48, "eviction": eviction, "admission": admission}
+    options = {"capacity": 48, "max_capacity": 48, "eviction": eviction, "admission": admission}
     spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **options)
     make = jaxsok.Collection if num_shards is None else functools.partial(programs.over, num_shards)
     rng = np.random.default_rng(5)
@@ -264,8 +264,9 @@ def test_one_and_several_devices_agree_when_stale():
     programs.assert_close_tables((reference, collection), states, rtol=1e-5, atol=1e-6)
 
 
-def trained_by_two(collection, raws, drained=(), **options):
-    """Runs steps of two micro-batches each; returns state and results. Some steps leave a drained state."""
+@programs.for_equals
+def step_of_two(collection):
+    """Jits a step of two micro-batches."""
 
     @jax.jit
     def step(state, first, second):
@@ -276,6 +277,12 @@ def trained_by_two(collection, raws, drained=(), **options):
         state, stats = collection.update(state, plans, gradients)
         return state, embeddings, stats
 
+    return step
+
+
+def trained_by_two(collection, raws, drained=(), **options):
+    """Runs steps of two micro-batches each; returns state and results. Some steps leave a drained state."""
+    step = step_of_two(collection)
     state, results = collection.init(seed=3, salt=5), []
     handed_out = iter(collection.pipeline(raws, **options))
     for number, (first, second) in enumerate(zip(handed_out, handed_out, strict=True)):
@@ -330,7 +337,7 @@ def test_a_first_batch_that_is_larger(options):
 
 def test_a_large_store_evicts_between_the_same_steps_of_micro_batches():
     """Two batches of a step are decided about together, looked up ahead or not."""
-    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=64, max_capacity=800, eviction=LRU)
+    spec = jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), capacity=800, max_capacity=800, eviction=LRU)
     plain, pipelined = (jaxsok.Collection([spec], FEATURES[:1]) for _ in range(2))
     raws = late_batches(160)
     want, results = trained_by_two(plain, raws)
