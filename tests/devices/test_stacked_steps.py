@@ -23,11 +23,27 @@ pytestmark = pytest.mark.usefixtures("looks_ahead")
 DECLARED = TABLES, BAGS  # those of `rectangular`, which needs several devices
 
 
+@functools.cache
+def declare(num_shards, axis_type=programs.AXIS_TYPE):
+    """Returns the collection over so many devices; with None, on one device."""
+    return (
+        jaxsok.Collection(*DECLARED)
+        if num_shards is None
+        else programs.over(num_shards, *DECLARED, axis_type=axis_type)
+    )
+
+
 def step_of(declared, state, batch, plan):
     """Does a step whose gradients depend on an entry of the batch."""
     embeddings, state, plan = declared.lookup(state, plan)
     state, stats = declared.update(state, plan, jax.tree.map(lambda rows: batch["scale"] * rows, GRADIENTS))
     return state, (embeddings, stats)
+
+
+@functools.cache
+def single_step(declared):
+    """Returns the jitted step of a loop over batches."""
+    return jax.jit(functools.partial(step_of, declared), donate_argnums=0, compiler_options=programs.quickly())
 
 
 def with_scales(raws):
@@ -45,11 +61,12 @@ def train(declared, raws, steps_per_call, *, is_joined=False, grows=False, drain
     pipeline = declared.pipeline(with_scales(raws), steps_per_call=steps_per_call, **options)
 
     def call(state, batch, plan):
-        if steps_per_call == 1:
-            return step_of(declared, state, batch, plan)
         return jaxsok.scan(lambda state, pair: step_of(declared, state, *pair), state, (batch, plan), unroll=unroll)
 
-    call = (pipeline.jit if is_joined else jax.jit)(call, donate_argnums=0, compiler_options=programs.quickly())
+    if steps_per_call == 1:
+        call = single_step(declared)
+    else:
+        call = (pipeline.jit if is_joined else jax.jit)(call, donate_argnums=0, compiler_options=programs.quickly())
     for batch, plan in pipeline:
         state = declared.drain(state) if len(lengths) in drains_at else state
         state = declared.grow(state, batch) if grows else state
@@ -72,35 +89,36 @@ def assert_same(declared, raws, steps_per_call, **options):
     return others
 
 
-PLACES = [
-    pytest.param(None, AxisType.Auto, id="one device"),
-    *(
-        pytest.param(number, kind, id=f"{number}-{kind.name}")
-        for number in (1, NUM_SHARDS)
-        for kind in (AxisType.Auto, AxisType.Explicit)
-    ),
-]
+WAYS = {
+    "apart": {},
+    "joined": {"prefetch": 0, "is_joined": True},
+    "ahead": {"lookahead": 1},
+    "ahead, joined": {"lookahead": 1, "prefetch": 0, "is_joined": True},
+}
+# Every way on one device and on several. A mesh of one device plans as one device does, and the type of its axes makes
+# no other call: each goes one way that plans and one that does not.
+PLACES = {
+    "one device": (None, AxisType.Auto, WAYS),
+    "1-Auto": (1, AxisType.Auto, ["ahead"]),
+    "1-Explicit": (1, AxisType.Explicit, ["joined"]),
+    f"{NUM_SHARDS}-Auto": (NUM_SHARDS, AxisType.Auto, WAYS),
+    f"{NUM_SHARDS}-Explicit": (NUM_SHARDS, AxisType.Explicit, ["apart", "ahead, joined"]),
+}
 
 
-@pytest.mark.parametrize(("num_shards", "axis_type"), PLACES)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"prefetch": 0, "is_joined": True}, {"lookahead": 1}, {"lookahead": 1, "prefetch": 0, "is_joined": True}],
-    ids=["apart", "joined", "ahead", "ahead, joined"],
+    ("way", "num_shards", "axis_type"),
+    [pytest.param(way, *where, id=f"{way}-{place}") for place, (*where, ways) in PLACES.items() for way in ways],
 )
-def test_no_bit_changes(num_shards, options, axis_type):
+def test_no_bit_changes(way, num_shards, axis_type):
     """The last call has fewer steps."""
-    if num_shards is None:
-        declared = jaxsok.Collection(*DECLARED)
-    else:
-        declared = programs.over(num_shards, *DECLARED, axis_type=axis_type)
+    options, declared = WAYS[way], declare(num_shards, axis_type)
     _, lengths, in_flight = assert_same(declared, [bags_of_three(step) for step in range(8)], 3, **options)
     assert lengths == [3, 3, 2]
     assert in_flight == ([1, 1, 0] if "lookahead" in options else [0, 0, 0])
 
 
-@pytest.mark.parametrize("num_shards", [None, 2])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("num_shards", "lookahead"), [(None, 1), (2, 0)])
 def test_rows_in_host_memory_have_the_same_bits(num_shards, lookahead):
     """With a cache smaller than a batch, as on the device."""
     results = []
@@ -142,8 +160,7 @@ def test_a_call_of_another_form_is_not_looked_up_ahead():
 def test_a_drained_call_looks_nothing_up_ahead(num_shards):
     """The one after it does again."""
     raws = [bags_of_three(step) for step in range(10)]
-    declared = programs.over(num_shards, *DECLARED) if num_shards else jaxsok.Collection(*DECLARED)
-    *_, in_flight = assert_same(declared, raws, 2, lookahead=1, drains_at=(0, 2), unroll=2)
+    *_, in_flight = assert_same(declare(num_shards), raws, 2, lookahead=1, drains_at=(0, 2), unroll=2)
     assert in_flight == [0, 1, 0, 1, 0]
 
 
@@ -202,7 +219,7 @@ def test_growth_makes_room_for_a_call(lookahead):
 def test_a_full_table_drains_before_rows_leave(num_shards):
     """No key is refused and no gradient is lost: rows leave between calls, when no lookup is in flight."""
     eviction = jaxsok.policies.LeastRecentlyUsed()
-    tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(1.0), capacity=64, max_capacity=1024, eviction=eviction)]
+    tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(1.0), capacity=1024, max_capacity=1024, eviction=eviction)]
     features = [jaxsok.FeatureSpec("user", "item")]
     declared = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
     raws = [{"user": np.concatenate([np.arange(32), np.arange(32) + 32 * step])} for step in range(60)]
