@@ -163,7 +163,7 @@ def test_writes_that_follow_one_without_an_answer(cluster, caplog):
         server.client.flushall()
         server.client.acl_setuser("serve", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-client"])
     for user, num_logged in (("default", 0), ("serve", 1)):
-        options = {"timeout_s": 1.0} | ({"user_name": "serve", "password": "any"} if user == "serve" else {})
+        options = {"timeout_s": 0.5} | ({"user_name": "serve", "password": "any"} if user == "serve" else {})
         with contextlib.closing(redis_at(cluster.address, **options)) as database:
             rows = DatabaseRows([database], "dlrm", [USER])
             rows.insert("user", keys, rows_for(keys.tolist(), 4))
@@ -268,7 +268,7 @@ def test_those_who_wait_for_calls_that_hang_wait_no_longer(has_disk, redis, serv
 
 def test_reads_after_a_time_out_fail_at_once_until_one_has_asked_again(redis, server, monkeypatch):
     """When the server is back, the first read after the rest brings all others back, and so does a write."""
-    monkeypatch.setattr(rows_lib, "RETRY_S", 2.0)
+    monkeypatch.setattr(rows_lib, "RETRY_S", 1.0)
     rows = DatabaseRows([redis(timeout_s=0.5)], "dlrm", [USER])
     rows.insert("user", u64(1), rows_for([1], 4))
 
@@ -281,10 +281,10 @@ def test_reads_after_a_time_out_fail_at_once_until_one_has_asked_again(redis, se
     with server.frozen():
         assert seconds() >= 0.5
         assert max(seconds() for _ in range(20)) < 0.4
-        time.sleep(2.0)
+        time.sleep(1.0)
         assert seconds() >= 0.5
     assert seconds() < 0.4
-    time.sleep(2.0)
+    time.sleep(1.0)
     content = {key: rows_for([key], 4)[0] for key in (1, 2)}
     for _ in range(2):
         check(rows, "user", [1], content)
@@ -302,7 +302,7 @@ def test_few_wait_for_a_cluster_that_hangs(cluster):
         rows.insert("user", u64(1), rows_for([1], 4))
         for server in cluster.servers:
             frozen.enter_context(server.frozen())
-        until = time.monotonic() + 10
+        until = time.monotonic() + 4
 
         def ask(_):
             num_at_once = num_late = 0
@@ -317,8 +317,8 @@ def test_few_wait_for_a_cluster_that_hangs(cluster):
 
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             num_at_once, num_late = np.sum(list(threads.map(ask, range(8))), axis=0)
-        assert num_late <= 8 + 10  # each thread once, and then one of all after each rest of a second
-        assert num_at_once > 500, (num_at_once, num_late)
+        assert num_late <= 8 + 4  # each thread once, and then one of all after each rest of a second
+        assert num_at_once > 200, (num_at_once, num_late)
     cluster.wait()
 
 
@@ -328,7 +328,7 @@ def test_writes_to_a_node_that_hangs_end_whatever_number_of_keys_they_have(polic
     keys = np.arange(1000, dtype=np.uint64)
     for server in cluster.servers:
         server.client.flushall()
-    with contextlib.closing(redis_at(cluster.address, timeout_s=0.5, overflow_policy=policy)) as database:
+    with contextlib.closing(redis_at(cluster.address, timeout_s=0.3, overflow_policy=policy)) as database:
         rows = DatabaseRows([database], "dlrm", [USER])
         rows.insert("user", keys, rows_for(keys.tolist(), 4))
         with cluster.servers[1].frozen():

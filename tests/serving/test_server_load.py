@@ -202,7 +202,7 @@ async def scrape(port):
 
 @pytest.mark.parametrize(
     ("seconds", "update_s", "num_processes"),
-    [(5, 0.5, 1), (3, 0.5, 2), *(pytest.param(60, 2.0, number, marks=pytest.mark.slow) for number in (1, 2))],
+    [(3, 0.3, 1), (2, 0.3, 2), *(pytest.param(60, 2.0, number, marks=pytest.mark.slow) for number in (1, 2))],
 )
 def test_load(tmp_path, seconds, update_s, num_processes, record_property):
     """Under load no request fails, no response mixes two versions, memory stays, and the process ends in order."""

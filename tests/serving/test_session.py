@@ -938,10 +938,18 @@ def as_trained(folder, names=None, **options):
     return model_of({name: (folder, UNKNOWN_DIM) for name in names}, default_value_for_each_table=[], **options)
 
 
+# A tier reads what the record of its tables says, whatever the dtype is: each dtype once, and each tier twice.
 @pytest.mark.parametrize(
-    ("dtype", "row_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "float8_e4m3fn")]
+    ("tier", "dtype", "row_dtype"),
+    [
+        ("device", "float32", None),
+        ("host", "bfloat16", None),
+        ("cache", "float32", None),
+        ("device", "float32", "int8"),
+        ("host", "float32", "float8_e4m3fn"),
+        ("cache", "bfloat16", None),
+    ],
 )
-@pytest.mark.parametrize("tier", TIERS)
 def test_missing_keys_read_what_find_reads(exports, tier, dtype, row_dtype):
     """Missing keys read the bits of `find`, for every initializer and both values of `unknown`."""
     more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
