@@ -72,7 +72,7 @@ def results_of_jobs(jobs, folder, num_devices, timeout_s):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """Returns the results of jobs of two processes with two devices each."""
-    jobs = ("train", "train stacked", "operations", "evict", "host memory", "other meshes")
+    jobs = ("train", "operations", "evict", "host memory", "other meshes")
     return results_of_jobs(jobs, tmp_path_factory.mktemp("together"), 2, timeout_s=240)
 
 
@@ -99,7 +99,9 @@ def one_process(num_shards, wire="float32"):
     scope="module",
     params=[
         pytest.param("train", id="2 processes x 2 devices"),
-        pytest.param("train stacked", id="2 processes x 2 devices, several steps a call"),
+        pytest.param(
+            ("train stacked", 2, 2), id="2 processes x 2 devices, several steps a call", marks=pytest.mark.slow
+        ),
         pytest.param(("train narrow", 4, 1), id="4 processes x 1 device, narrow on the wire", marks=pytest.mark.slow),
         pytest.param(("train ahead", 2, 2), id="2 processes x 2 devices, lookups ahead", marks=pytest.mark.slow),
     ],
@@ -387,7 +389,7 @@ def test_other_numbers_of_batches_or_samples_are_not_silent(job, tmp_path):
     texts = lambda: [(tmp_path / f"{number}.err").read_text() for number in range(2)]  # noqa: E731
     try:
         wait_until(lambda: any(re.search("give (all processes|them) as many batches", text) for text in texts()))
-        time.sleep(3)  # time to end as if all were well
+        time.sleep(2)  # time to end as if all were well
         assert all(process.poll() != 0 for process in processes)
     finally:
         for process in processes:

@@ -125,7 +125,12 @@ AXES = {"data": ("data",), "model": ("model",), "both": ("data", "model"), "swap
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("model", "auto"), ("both", "auto"), ("data", "explicit"), ("swapped", "explicit")],
+    [
+        ("model", "auto"),
+        ("both", "auto"),
+        pytest.param("data", "explicit", marks=pytest.mark.slow),
+        ("swapped", "explicit"),
+    ],
 )
 def test_one_of_two_axes_or_both(name, kind):
     """Data is repeated along other axes; several axes act as one, in the order in which they are named."""

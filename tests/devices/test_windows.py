@@ -351,7 +351,7 @@ def steps_of_one_feature(wire, mesh, world, exchange, send_capacity=CAPACITY):
     ("dtype", "dim", "combiner", "wire"),
     [
         ("float32", 8, "sum", 0),
-        ("float32", 7, "mean", 2),
+        pytest.param("float32", 7, "mean", 2, marks=pytest.mark.slow),
         pytest.param("float32", 8, "sum", 3, marks=pytest.mark.slow),
         ("bfloat16", 16, "mean", 0),
         pytest.param("bfloat16", 16, "sqrtn", 1, marks=pytest.mark.slow),
@@ -369,7 +369,7 @@ def test_steps_of_one_feature(dtype, dim, combiner, wire):
     [
         ("float32", 8, "sum", 0),
         pytest.param("float32", 7, "mean", 2, marks=pytest.mark.slow),
-        ("float32", 8, "sum", 3),
+        pytest.param("float32", 8, "sum", 3, marks=pytest.mark.slow),
         pytest.param("bfloat16", 16, "sqrtn", 2, marks=pytest.mark.slow),
         ("float16", 5, "mean", 2),
     ],
@@ -387,8 +387,8 @@ def test_partial_bags_with_too_little_room():
     assert_same_on_both_wires(steps_of_one_feature, mesh_of_any(), world, {}, 30)
 
 
-# Each wire and each form occurs once here; the tests above combine every form with every wire.
-@pytest.mark.parametrize(("wire", "form"), [(0, "rows"), (2, "rows"), (3, "bags")])
+# Each form occurs once here; the tests above combine every form with every wire.
+@pytest.mark.parametrize(("wire", "form"), [(0, "rows"), pytest.param(2, "rows", marks=pytest.mark.slow), (3, "bags")])
 def test_plans_that_go_in_rounds(wire, form):
     """Without a send capacity the first requests go through windows, further ones over the dense wire."""
     world = one_feature("float32", 8, "mean", form=form)

@@ -246,7 +246,7 @@ SHARDED_CASES = (
     "rounds, linear loss",
     "rounds, scan",
     pytest.param("planned, step", marks=pytest.mark.slow),
-    "planned, linear loss",
+    pytest.param("planned, linear loss", marks=pytest.mark.slow),
     "planned, two plans",
     "planned, scan",
 )

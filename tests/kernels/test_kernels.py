@@ -408,13 +408,14 @@ def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 
 CPU_DIMS = (1, 3, 33, 1024)  # on a CPU the columns of a row are one loop, on a GPU they are divided among lanes
+GPU_SIZES = (31, 32, 255, 257)  # next to those of warps and blocks, which a CPU has not; it gets 33 and 256 keys
 
 
 def contract_cases():
-    """Makes a parameter of each case and back end; dims that only a GPU distinguishes are slow on the CPU."""
+    """Makes a parameter of each case and back end; dims and sizes that only a GPU distinguishes are slow on the CPU."""
     for name in kernel_scripts.CASES:
-        dim = re.search(r"_dims-.*dim_(\d+)", name)
-        is_slow = dim is not None and int(dim[1]) not in CPU_DIMS
+        dim, size = re.search(r"_dims-.*dim_(\d+)", name), re.search(r"_sizes-num_keys_(\d+)", name)
+        is_slow = (dim and int(dim[1]) not in CPU_DIMS) or (size and int(size[1]) in GPU_SIZES)
         yield pytest.param(name, "cpu", id=f"{name}-cpu", marks=pytest.mark.slow if is_slow else ())
         yield pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
 

@@ -186,7 +186,7 @@ def test_ctrl_c_gives_what_was_done(log, tmp_path, monkeypatch, capsys):
     [
         pytest.param({}, (3, 8), [0, 3, 8], marks=pytest.mark.slow, id="plain"),
         pytest.param({"lookahead": 1}, (3, 8), [0, 4, 9], id="lookahead"),
-        pytest.param({"steps_per_call": 2}, (4, 8), [0, 4, 8], id="steps_per_call"),
+        pytest.param({"steps_per_call": 2}, (4, 8), [0, 4, 8], marks=pytest.mark.slow, id="steps_per_call"),
         pytest.param({"steps_per_call": 2, "lookahead": 1}, (4, 8), [0, 6, 10], marks=pytest.mark.slow, id="both"),
     ],
 )
