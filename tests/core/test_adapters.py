@@ -730,8 +730,10 @@ def test_shared_bags_inside_a_program(num_bags, dtype):
         np.testing.assert_allclose(after[key], rows[number] - (1.0 if number < 2 else 0.0), atol=1e-6)
 
 
-@pytest.mark.parametrize(("num_shards", "num_programs"), [(None, 2), (2, 1)])
-@pytest.mark.parametrize("kind", ["single", "rectangle", "ragged", "lines"])
+@pytest.mark.parametrize(
+    ("kind", "num_shards", "num_programs"),
+    [*((kind, None, 2) for kind in ("single", "rectangle", "ragged", "lines")), ("rectangle", 2, 1), ("lines", 2, 1)],
+)
 def test_few_programs_serve_all_numbers_of_shared_bags(num_shards, num_programs, kind):
     """The number of bags is a power of two, or the number of a shard's samples."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.25), capacity=64)

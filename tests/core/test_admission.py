@@ -775,8 +775,7 @@ def test_nothing_is_forgotten_where_nothing_goes(op):
     assert not np.array_equal(np.asarray(state.stores[0].sightings[0]), before)
 
 
-@pytest.mark.parametrize("num_shards", [None, 4])
-@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(("num_shards", "is_traced"), [(None, True), (4, False)])
 def test_an_erased_key_waits_no_longer(num_shards, is_traced, tmp_path):
     """Nothing of it is in later exports, and its count starts from zero; other keys and tables keep theirs."""
     checkpoint = pytest.importorskip("jaxsok.checkpoint")

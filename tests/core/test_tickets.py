@@ -188,8 +188,7 @@ USERS = np.arange(16)
 ADS = np.arange(32).reshape(16, 2) % 5
 
 
-@pytest.mark.parametrize("path", ["rounds", "several rounds", "planned"])
-@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize(("num_shards", "path"), [(1, "rounds"), (4, "rounds"), (4, "several rounds"), (4, "planned")])
 def test_all_shards_decide_alike(num_shards, path):
     """If batches differ in one key of one shard, the plan is skipped on all shards, on every path."""
     exchange = {"send_capacity": 2} if path == "several rounds" else {}

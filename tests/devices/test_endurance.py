@@ -47,9 +47,9 @@ def raws_of(**options):
     )
 
 
-def test_a_run_of_200_steps():
+def test_a_run_of_100_steps():
     """The run grows, evicts and saves, and reports each."""
-    reported = run("--steps", "200", "--every", "50")
+    reported = run("--steps", "100", "--every", "25")
     assert reported.rstrip().endswith("endurance: ok")
     values = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in reported.splitlines() if ":" in line}
     assert int(values["growths"]) >= 1

@@ -95,8 +95,7 @@ def nnx_step(model):
     return step
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(("kind", "checked"), [("linen", False), ("nnx", True)])
 def test_inside_shard_map(kind, checked):
     """Taps vary over the axis of the tables, as the embeddings do."""
     collection = programs.over(NUM_SHARDS, TABLES, FEATURES)

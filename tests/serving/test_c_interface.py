@@ -396,7 +396,9 @@ def compiler(name):
     return found
 
 
-@pytest.mark.parametrize("standard", ["c99", "c17", "c++11", "c++20"])
+@pytest.mark.parametrize(
+    "standard", ["c99", "c++11", *(pytest.param(newer, marks=pytest.mark.slow) for newer in ("c17", "c++20"))]
+)
 def test_the_header_compiles_alone(standard, tmp_path):
     is_cpp = standard.startswith("c++")
     source = tmp_path / ("program.cc" if is_cpp else "program.c")

@@ -112,7 +112,7 @@ def test_without_frequencies_the_first_rows_lie_on_the_device():
     np.testing.assert_array_equal(np.asarray(tables.stores[0].rows), rows[:4])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow), "int8"])
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(data=st.data())
 def test_rows_are_written_where_they_lie(dtype, data):

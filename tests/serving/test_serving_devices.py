@@ -104,8 +104,7 @@ def test_where_the_rows_are(trained, kind):
         assert served.device_bytes * 2 >= session.stats()["bytes"] >= served.device_bytes
 
 
-@pytest.mark.parametrize("kind", ["replicas", "split"])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("kind", "in_place"), [("replicas", True), ("split", False)])
 def test_no_answer_mixes_versions(trained, tmp_path, kind, in_place):
     """No answer mixes versions: rows state their version in thousands, and readers run during updates."""
     with serve(trained, kind) as session:
