@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -38,11 +39,16 @@ def train(collection, setting=contextlib.nullcontext):
     return dict(zip(records["keys"].tolist(), records["rows"].tolist(), strict=True)), stats
 
 
+@functools.cache
+def plain_rows(num_shards=None, **options):
+    """Trains under the settings of all tests; returns the rows by key."""
+    return train(declare(num_shards and programs.mesh(num_shards), **options))[0]
+
+
 @pytest.mark.parametrize(("num_shards", "exchange"), [(None, "rows"), (2, "rows"), (2, "bags")])
 def test_x64_changes_nothing(num_shards, exchange):
     """The rows have the same bits, and all counts 32 bits, with strict promotion too, which the tests set."""
-    collection = declare(num_shards and programs.mesh(num_shards), exchange)
-    rows, _ = train(collection)
+    rows = plain_rows(num_shards, exchange=exchange)
     under, stats = train(declare(num_shards and programs.mesh(num_shards), exchange), lambda: jax.enable_x64(True))
     assert under == rows and len(rows) == 130
     assert {leaf.dtype for leaf in jax.tree.leaves(stats)} <= {np.dtype(np.int32), np.dtype(np.uint32)}
@@ -51,7 +57,7 @@ def test_x64_changes_nothing(num_shards, exchange):
 @pytest.mark.parametrize("admission", [None, jaxsok.policies.AdmitByCount(2)])
 def test_a_state_grows_without_jit(admission):
     """Programs that are compiled before a state is consumed are compiled also then."""
-    rows, _ = train(declare(admission=admission))
+    rows = plain_rows(admission=admission)
     under, _ = train(declare(admission=admission), jax.disable_jit)
     assert under.keys() == rows.keys()
     np.testing.assert_allclose([under[key] for key in rows], list(rows.values()), rtol=1e-5, atol=1e-7)
@@ -90,7 +96,7 @@ def test_find_in_host_memory_has_no_nans_to_debug():
 def test_the_loop_makes_no_hidden_transfer_to_devices(num_shards, options):
     """Only transfers to devices are forbidden: `grow` and `check` read counts from them."""
     mesh = num_shards and programs.mesh(num_shards)
-    rows, _ = train(declare(mesh, **options))
+    rows = plain_rows(num_shards, **options)
     assert train(declare(mesh, **options), lambda: jax.transfer_guard_host_to_device("disallow"))[0] == rows
 
 

@@ -780,13 +780,14 @@ def test_batches_do_not_change_when_others_are_packed(num_shards):
         return {"0 ragged": BAGS(np.arange(8) + 100 * i, lengths=[3, 3, 2, 0]), "1 single": np.arange(4) + 1000 * i}
 
     kept, sums = {}, {}
+    add_up, give_back = jax.jit(lambda f: f.keys("1 single").sum()), jax.jit(lambda f: f, donate_argnums=0)
     for i in range(40):
         batch = collection.batch(raw(i))
-        sums[i] = jax.jit(lambda f: f.keys("1 single").sum())(batch.features)
+        sums[i] = add_up(batch.features)
         if i % 3 == 0:
             kept[i] = jax.tree.map(lambda leaf: leaf + 0, batch.features) if i % 2 else batch.features
         if i % 7 == 0:  # donated, and returned unchanged
-            kept[i] = jax.jit(lambda f: f, donate_argnums=0)(collection.batch(raw(i)).features)
+            kept[i] = give_back(collection.batch(raw(i)).features)
     for i, features in kept.items():
         assert sorted(keys_of(features.keys("0 ragged")))[:8] == (np.arange(8) + 100 * i).tolist()
         assert keys_of(features.keys("1 single")) == (np.arange(4) + 1000 * i).tolist()

@@ -251,6 +251,7 @@ def test_it_takes_the_options_of_jit(num_shards):
     def ahead(step, **options):
         return declared.ahead(jax.jit(step, **options))
 
+    plain = jax.jit(step_of(declared, []))
     for jit in (jax.jit, ahead):
         state, pipeline = declared.init(seed=3), declared.pipeline(raws)
         program = pipeline.jit(step, jit=jit, static_argnums=0, static_argnames="name", donate_argnums=(1,))
@@ -261,7 +262,7 @@ def test_it_takes_the_options_of_jit(num_shards):
             assert before.stores[0].index.is_deleted()
         states = declared.init(seed=3)
         for _, plan in declared.pipeline(raws):
-            states, _, _ = jax.jit(step_of(declared, []))(states, plan, 0.5)
+            states, _, _ = plain(states, plan, 0.5)
         programs.assert_same_state(state, states, index=False)
 
 

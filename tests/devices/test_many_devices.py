@@ -751,7 +751,7 @@ def test_growth_on_a_mesh_refuses_nothing():
     states, num_grown = [], []
     for collection in collections:
         state, before = collection.init(seed=SEED), None
-        for step in range(12):
+        for step in range(8):
             keys = np.arange(32) + 24 * step
             features_of_step = programs.batch(collection, user=keys, item=keys // 2)
             state = collection.grow(state)
@@ -766,7 +766,7 @@ def test_growth_on_a_mesh_refuses_nothing():
         states.append(state)
         num_grown.append(collection.growth.num_grown)
     assert min(num_grown) >= 1
-    assert collections[0].num_rows(states[0]) == collections[1].num_rows(states[1]) == {"user": 296, "item": 148}
+    assert collections[0].num_rows(states[0]) == collections[1].num_rows(states[1]) == {"user": 200, "item": 100}
     programs.assert_close_tables(collections, states, rtol=1e-5, atol=1e-6)
 
 

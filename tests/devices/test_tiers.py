@@ -43,7 +43,7 @@ TWO = [
 ]
 SPECS = {
     "two": TWO,
-    "two that need not grow": [dataclasses.replace(spec, capacity=512) for spec in TWO],
+    "two that need not grow": [dataclasses.replace(spec, capacity=4096) for spec in TWO],
     "statistics": [jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.05), **BIG)],
     "one table": [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)],
     "stores": [
