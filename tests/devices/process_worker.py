@@ -24,7 +24,7 @@ from jaxsok.types import COUNTERS
 
 NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
 KILLED_IN_STEP = 2
-HEARTBEAT_S = 6
+HEARTBEAT_S = 10
 ADAGRAD, ADAM = jaxsok.optim.adagrad(0.1), jaxsok.optim.adam(0.05)
 WIRES = {
     "float32": jaxsok.ExchangeSpec(),

@@ -163,7 +163,7 @@ def test_writes_that_follow_one_without_an_answer(cluster, caplog):
         server.client.flushall()
         server.client.acl_setuser("serve", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-client"])
     for user, num_logged in (("default", 0), ("serve", 1)):
-        options = {"timeout_s": 0.5} | ({"user_name": "serve", "password": "any"} if user == "serve" else {})
+        options = {"timeout_s": 1.0} | ({"user_name": "serve", "password": "any"} if user == "serve" else {})
         with contextlib.closing(redis_at(cluster.address, **options)) as database:
             rows = DatabaseRows([database], "dlrm", [USER])
             rows.insert("user", keys, rows_for(keys.tolist(), 4))
@@ -328,7 +328,7 @@ def test_writes_to_a_node_that_hangs_end_whatever_number_of_keys_they_have(polic
     keys = np.arange(1000, dtype=np.uint64)
     for server in cluster.servers:
         server.client.flushall()
-    with contextlib.closing(redis_at(cluster.address, timeout_s=0.3, overflow_policy=policy)) as database:
+    with contextlib.closing(redis_at(cluster.address, timeout_s=0.5, overflow_policy=policy)) as database:
         rows = DatabaseRows([database], "dlrm", [USER])
         rows.insert("user", keys, rows_for(keys.tolist(), 4))
         with cluster.servers[1].frozen():
