@@ -1,9 +1,9 @@
 """Refuses JAX transformations that a table cannot go through, and names the call.
 
 A kernel call has no derivative and no batch axis, and JAX would say so in terms of FFI. An op passes its arguments
-through `refuse_transforms`: an identity whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule only if an
-argument is differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the
-same. Each array passes alone, so that a program does not take those that it does not read.
+through `refuse_transforms`: an identity, a primitive whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule
+only if an argument is differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs
+are the same. Each array passes alone, so that a program does not take those that it does not read.
 """
 
 import functools
@@ -12,6 +12,8 @@ import warnings
 from typing import Any
 
 import jax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 _BY_EMBEDDINGS = "Differentiate the loss by the embeddings that lookup gave, and pass the result to update."
 _TO_LEARN_WEIGHTS = "To learn weights, look up with combiner=None and weight the embeddings in the model."
@@ -44,35 +46,29 @@ def expect_the_end_of(tree: Any, num_shards: int) -> None:
 
 
 def _pass(op: str, name: str, leaf: Any) -> Any:
-    return _guard(op, name)(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
+    return _GUARD.bind(leaf, op=op, name=name) if isinstance(leaf, jax.core.Tracer) else leaf
 
 
-@functools.cache
-def _guard(op: str, name: str) -> Any:
-    """Returns an identity that JAX traces once for arrays of a type and shape, and that leaves no call in a program."""
+def _refuse_derivative(primals: Any, tangents: Any, *, op: str, name: str) -> Any:
+    del primals, tangents
+    raise TypeError(
+        f"{op}: {name}: got a derivative with respect to it, wanted none: {op} is no step of jax.grad. "
+        f"{_REMEDIES.get(name, _BY_EMBEDDINGS)}"
+    )
 
-    @jax.custom_batching.custom_vmap
-    def guard_map(leaf: Any) -> Any:
-        return leaf
 
-    @guard_map.def_vmap
-    def refuse_map(axis_size: int, in_batched: Any, leaf: Any) -> Any:
-        del in_batched, leaf
-        raise TypeError(
-            f"{op}: {name}: got arrays that jax.vmap maps over ({axis_size} of them), wanted one call for all: a table "
-            "has no batch axis. Put the keys of all into one batch, a line or a bag for each; or loop with lax.scan."
-        )
+def _refuse_map(leaves: Any, axes: Any, *, op: str, name: str) -> Any:
+    axis_size = leaves[0].shape[axes[0]]
+    raise TypeError(
+        f"{op}: {name}: got arrays that jax.vmap maps over ({axis_size} of them), wanted one call for all: a table "
+        "has no batch axis. Put the keys of all into one batch, a line or a bag for each; or loop with lax.scan."
+    )
 
-    @jax.custom_jvp
-    def constant(leaf: Any) -> Any:
-        return guard_map(leaf)
 
-    @constant.defjvp
-    def refuse_derivative(primals: Any, tangents: Any) -> Any:
-        del primals, tangents
-        raise TypeError(
-            f"{op}: {name}: got a derivative with respect to it, wanted none: {op} is no step of jax.grad. "
-            f"{_REMEDIES.get(name, _BY_EMBEDDINGS)}"
-        )
-
-    return jax.jit(constant, inline=True)
+# An identity that leaves nothing in a compiled program.
+_GUARD = core.Primitive("jaxsok_refuse_transforms")
+_GUARD.def_impl(lambda leaf, **params: leaf)
+_GUARD.def_abstract_eval(lambda aval, **params: aval)
+ad.primitive_jvps[_GUARD] = _refuse_derivative
+batching.primitive_batchers[_GUARD] = _refuse_map
+mlir.register_lowering(_GUARD, lambda ctx, leaf, **params: [leaf])
