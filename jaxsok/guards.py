@@ -46,7 +46,7 @@ def expect_the_end_of(tree: Any, num_shards: int) -> None:
 
 
 def _pass(op: str, name: str, leaf: Any) -> Any:
-    return _GUARD.bind(leaf, op=op, name=name) if isinstance(leaf, jax.core.Tracer) else leaf
+    return GUARD.bind(leaf, op=op, name=name) if isinstance(leaf, jax.core.Tracer) else leaf
 
 
 def _refuse_derivative(primals: Any, tangents: Any, *, op: str, name: str) -> Any:
@@ -65,10 +65,11 @@ def _refuse_map(leaves: Any, axes: Any, *, op: str, name: str) -> Any:
     )
 
 
-# An identity that leaves nothing in a compiled program.
-_GUARD = core.Primitive("jaxsok_refuse_transforms")
-_GUARD.def_impl(lambda leaf, **params: leaf)
-_GUARD.def_abstract_eval(lambda aval, **params: aval)
-ad.primitive_jvps[_GUARD] = _refuse_derivative
-batching.primitive_batchers[_GUARD] = _refuse_map
-mlir.register_lowering(_GUARD, lambda ctx, leaf, **params: [leaf])
+GUARD = core.Primitive("jaxsok_refuse_transforms")
+"""An identity that leaves nothing in a compiled program."""
+
+GUARD.def_impl(lambda leaf, **params: leaf)
+GUARD.def_abstract_eval(lambda aval, **params: aval)
+ad.primitive_jvps[GUARD] = _refuse_derivative
+batching.primitive_batchers[GUARD] = _refuse_map
+mlir.register_lowering(GUARD, lambda ctx, leaf, **params: [leaf])

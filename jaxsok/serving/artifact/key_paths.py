@@ -12,6 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from jaxsok import guards
 from jaxsok.keys import PADDING_WORD
 
 _MARK = "jaxsok.keys:"
@@ -69,6 +70,8 @@ class _Walk:
         return [label(var) for var in jaxpr.outvars]
 
     def _results(self, eqn: Any, labels: Sequence[Label], by_lines: set[Any]) -> Sequence[Label]:
+        if eqn.primitive is guards.GUARD:
+            return labels
         name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if name in _CALLS:
             inner = eqn.params.get(_CALLS[name])
