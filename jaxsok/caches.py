@@ -4,8 +4,8 @@
 keys of a sample of batches through caches of all sizes at once.
 
 The estimate is for a cache that lets the rows go first whose last use is the longest ago, so that rows of one batch are
-equally old. The real cache goes by the use before the last one. That keeps rows that are used again and again, so it
-brings up to 18% fewer rows where frequencies stay, and for large caches up to 5% more (decision 0033).
+equally old. The real cache goes by the mean of all uses. That keeps rows that are used again and again, so it brings up
+to 17% fewer rows where frequencies stay (decision 0040), and for large caches up to 5% more (decision 0033).
 
 Let a row be used by batch t and again by a later one, let D rows have been used since t, and let E rows, this one among
 them, have t as their last batch. A cache of c rows then has the D rows, and c - D of the E: none if c <= D, all if
@@ -200,7 +200,7 @@ def cache_estimate(
 
     Tables need not be declared in host memory; those that share a store share its cache. On several shards keys are
     taken to be spread evenly, so that caches on all devices together do what one of their size does. The least recently
-    used row leaves here; the real cache goes by the use before that, and brings up to 18% fewer rows where frequencies
+    used row leaves here; the real cache goes by the mean of all uses, and brings up to 17% fewer rows where frequencies
     stay.
 
     Args:

@@ -151,7 +151,7 @@ class HostMemory:
     """Puts rows and optimizer state of a table in host memory, with a cache of some rows on each device.
 
     Index, keys and statistics stay on the device. A call brings the rows that it uses into the cache, in place of those
-    whose use before the last one is the oldest; what does not fit there is staged for the call alone. Results have the
+    whose mean use is the oldest; what does not fit there is staged for the call alone. Results have the
     same bits as those of a table on the device. On a CPU all of this is ordinary memory.
 
     Raises:

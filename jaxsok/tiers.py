@@ -35,9 +35,8 @@ def bring_rows(
 ) -> tuple[StoreState, StoreState, RowIds, SlotList | None]:
     """Returns the store, a view that has the numbers of rows, and the slots of the rows in it; NO_ROW stays so.
 
-    Rows that were not in the cache take the places of those whose use before the last one is the oldest (LRU-2); what
-    does not fit is staged. With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is
-    not donated.
+    Rows that were not in the cache take the places of those whose mean use is the oldest; what does not fit is staged.
+    With `keeps=False`, for ops that change nothing, the cache stays as it is and the store is not donated.
 
     Also returns the slots as a list for a later call with the same row ids, or None. `known` is such a list of an
     earlier call, which saves this one to find the rows again. The results are the same.

@@ -69,7 +69,6 @@ TIER_COUNTERS: tuple[str, ...] = (
     "ticket",
     "num_ahead",
     "num_foreseen",
-    "limit",
     "window",
 )
 """The words of the counters of a store in host memory, in order."""

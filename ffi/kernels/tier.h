@@ -1,13 +1,13 @@
 // Rows in host memory, and the cache of some of them on the device.
 //
 //   host     uint8[capacity][host_bytes]  slabs: what a row owns in one piece: its numbers, then its optimizer state
-//   places   uint32[capacity]             slabs: the slot of a row, or kFresh, or in host memory with its last use
+//   places   uint32[capacity]             slabs: the slot of a row, or kFresh, or in host memory with its mean use
 //   homes    uint32[capacity][2]          slabs: which record is whose; see RecordOf
 //   rows     RowDtype[num_slots][dim]     the rows in the cache, by slot
 //   states   float[num_slots][1|dim]      their optimizer state, an array for each piece
 //   owners   Record[num_slots]            whose row a slot holds; free_id is its row id, kNoRow: the slot is free
 //   last_use uint32[num_slots]            when the last use of a slot's row began; 0: the slot is free
-//   priority uint32[num_slots]            when the use before that began, which decides whose row leaves; see kSingle
+//   priority uint32[num_slots]            the mean of the times of all its uses, which decides whose row leaves
 //   foreseen Foreseen[num_foreseen]       what the next call will place, if nothing changes until then
 //   counters uint32[kNumTierCounters]
 //
@@ -22,10 +22,10 @@
 //
 // A row that was never brought is fresh: it is not read, but initialized by its table's initializer.
 //
-// The row whose use before the last one is the oldest leaves first (LRU-2: O'Neil, O'Neil and Weikum, "The LRU-K page
-// replacement algorithm for database disk buffering", SIGMOD 1993). Rows with only one known use leave before all
-// others. A row that leaves keeps the time of its last use in its place. Calls that follow one another closely, such as
-// the lookup ahead, the lookup and the update of a batch, are one use.
+// The row whose mean use is the oldest leaves first. The mean is that of the times of all uses of a row, each with half
+// the weight of the next one (decision 0040). Rows with only one known use leave before all others. A row that leaves
+// keeps its mean in its place. Calls that follow one another closely, such as the lookup ahead, the lookup and the
+// update of a batch, are one use.
 //
 // Ahead of a call, the rows that it will bring may be read, and those that it will evict may be written, while other
 // work runs. Both are only hints. What is read ahead goes to memory that the library owns (host_memory.h), and is valid
@@ -45,31 +45,62 @@
 namespace jaxsok {
 
 constexpr uint32_t kMostSlots = uint32_t{1} << 30;
-constexpr uint32_t kFresh = ~uint32_t{0};       // of a place: never written; types.py FRESH
-constexpr uint32_t kInHost = ~uint32_t{0} - 1;  // of a place: only in host memory, last use unknown; types.py IN_HOST
-constexpr uint32_t kFirstInHost = 3 * kMostSlots;  // of a place: only in host memory; the rest is the last use
+constexpr uint32_t kFresh = ~uint32_t{0};          // of a place: never written; types.py FRESH
+constexpr uint32_t kInHost = ~uint32_t{0} - 1;     // of a place: only in host memory, no use is known; types.py IN_HOST
+constexpr uint32_t kFirstInHost = 3 * kMostSlots;  // of a place: only in host memory; see MeanUse::PlaceInHost
 constexpr uint32_t kPending = kMostSlots;  // of a place, inside one call: the rest is the smallest position of the row
 JAXSOK_HOST_DEVICE constexpr bool IsPending(uint32_t place) { return place >= kPending && place < 2 * kPending; }
 JAXSOK_HOST_DEVICE constexpr bool IsInHost(uint32_t place) { return place >= kFirstInHost && place < kFresh; }
 
 /// Times of calls, which count them and begin again after kTimes, a divisor of 2^32, where the clock does; 0 is none.
-constexpr uint32_t kTimes = kMostSlots / 2;
+constexpr uint32_t kTimes = kMostSlots / 4;
 JAXSOK_HOST_DEVICE constexpr uint32_t TimeOf(uint32_t clock) { return clock % kTimes + 1; }
 JAXSOK_HOST_DEVICE constexpr uint32_t TimeSince(uint32_t time, uint32_t now) {
   return now >= time ? now - time : now + kTimes - time;
+}
+JAXSOK_HOST_DEVICE constexpr uint32_t TimeBefore(uint32_t now, uint32_t age) {  // age: below kTimes
+  return now > age ? now - age : now + kTimes - age;
 }
 // Calls of one use. Those for a batch are at most four calls apart, with lookups ahead by a batch that are not staler;
 // with others they count as more uses, which changes only what leaves.
 constexpr uint32_t kCallsOfUse = 5;
 
-/// A priority is 0 for a free slot, kMarked, or the time of the use before the last one. With kSingle that use is
-/// unknown, and the time is that of the last use.
-constexpr uint32_t kSingle = uint32_t{1} << 31;
+/// A priority is 0 for a free slot, or the mean use of the row, with these flags.
+constexpr uint32_t kSingle = uint32_t{1} << 31;  // only one use is known, and the mean is its time
 constexpr uint32_t kPinned = uint32_t{1} << 30;  // inside one call: the call uses the slot
-constexpr uint32_t kTimeMask = kPinned - 1;
-// The row in the slot is among the next to leave, and was written ahead with the ticket of the counters.
-constexpr uint32_t kMarked = kSingle | kTimeMask;
-constexpr uint32_t kOnceMarked = kSingle | 1;  // the slot was marked with another ticket
+// The row is among the next to leave, and was written ahead with the ticket of the counters.
+constexpr uint32_t kMark = uint32_t{1} << 29;
+constexpr uint32_t kMeanMask = kMark - 1;
+JAXSOK_HOST_DEVICE constexpr bool IsMarked(uint32_t priority) { return (priority & (kMark | kPinned)) == kMark; }
+JAXSOK_HOST_DEVICE constexpr bool IsFreeOrMarked(uint32_t priority) { return priority == 0 || IsMarked(priority); }
+
+/// The mean of the times of a row's uses. Each use has half the weight of the next one; the second one counts as if all
+/// before had come at the same distance, so that the mean is the time of the first one.
+struct MeanUse {
+  uint32_t time;
+  bool is_single;
+
+  JAXSOK_HOST_DEVICE static MeanUse OfPriority(uint32_t priority) {
+    return {priority & kMeanMask, (priority & kSingle) != 0};
+  }
+  JAXSOK_HOST_DEVICE uint32_t Priority() const { return (is_single ? kSingle : 0) | time; }
+  JAXSOK_HOST_DEVICE MeanUse After(uint32_t now) const {  // a use that begins now
+    return {is_single ? time : TimeBefore(now, TimeSince(time, now) / 2), false};
+  }
+  /// Returns the place of a row that leaves the cache.
+  JAXSOK_HOST_DEVICE uint32_t PlaceInHost() const {
+    return kFirstInHost | (is_single ? kSingleInHost : 0) | (time <= kTimes ? time : 0);  // the latter: invalid
+  }
+  /// Returns the mean of a row that comes from a place, now.
+  JAXSOK_HOST_DEVICE static MeanUse AfterPlace(uint32_t place, uint32_t now) {
+    if (!IsInHost(place) || place == kInHost) return {now, true};
+    return MeanUse{place & kTimeInPlace, (place & kSingleInHost) != 0}.After(now);
+  }
+
+ private:
+  static constexpr uint32_t kSingleInHost = uint32_t{1} << 29;
+  static constexpr uint32_t kTimeInPlace = kSingleInHost - 1;
+};
 
 /// Words of the counters of a tier; types.py names them too.
 enum TierCounter : int {
@@ -80,9 +111,8 @@ enum TierCounter : int {
   kTierTicket = 4,    // the clock of what was foreseen; 0: it is invalid
   kTierAhead = 5,     // of the fetched rows, those that were read ahead
   kTierForeseen = 6,  // of the foreseen rows, those in the list
-  kTierLimit = 7,     // the bin of age from which on rows left last; an older use of a row says nothing
-  kTierWindow = 8,    // where the next call looks for slots: the first tile of its window
-  kNumTierCounters = 9,
+  kTierWindow = 7,    // where the next call looks for slots: the first tile of its window
+  kNumTierCounters = 8,
 };
 
 /// What a call knows of the slots that it lists.
@@ -106,8 +136,8 @@ constexpr int64_t HostRecordBytes(int64_t row_bytes, int64_t num_state_words) {
   return ((row_bytes + 3) / 4 * 4 + num_state_words * 4 + 15) / 16 * 16;
 }
 
-/// Bins of age, as many for each octave: 0 in use, then by the use before the last one, then by a single use, of which
-/// all beyond 3.9 million calls are equal, and last free or marked.
+/// Bins of age, as many for each octave: 0 in use, then by the mean use, then by a single use, of which all beyond 3.9
+/// million calls are equal, and last free or marked.
 constexpr int kAges = 1025;
 constexpr int kFirstSingle = 864;
 JAXSOK_HOST_DEVICE int BinOf(uint32_t age, int log2_of_octave) {  // 2^log2_of_octave bins for each octave
@@ -259,7 +289,7 @@ struct TierView {
   /// Returns whether a row's record has no content, and the row does not wait to be written to it.
   JAXSOK_HOST_DEVICE bool MayExchange(uint32_t row_id) const {
     const uint32_t place = *PlaceAt(row_id);
-    return place == kFresh || (place < num_slots && priority[place] != kMarked);
+    return place == kFresh || (place < num_slots && !IsMarked(priority[place]));
   }
   JAXSOK_HOST_DEVICE uint32_t* PlaceAt(uint32_t row_id) const { return places.At(starts, row_id, 1); }
   /// Returns whether a row is in use; stale plans name released rows, whose places are fresh.
@@ -279,14 +309,15 @@ struct TierView {
   }
   /// Returns whether a foreseen row may take its slot, given the slot's priority.
   JAXSOK_HOST_DEVICE bool MayCome(const Foreseen& row, uint32_t slot_priority) const {
-    return row.row_id < capacity && row.slot < num_slots && (slot_priority == 0 || slot_priority == kMarked);
+    return row.row_id < capacity && row.slot < num_slots && IsFreeOrMarked(slot_priority);
   }
   /// Returns the bin of a slot's age; `now` is the time of this call.
   JAXSOK_HOST_DEVICE int AgeOf(uint32_t slot_priority, uint32_t now) const {
-    if (slot_priority == 0 || slot_priority == kMarked) return kAges - 1;
+    if (IsFreeOrMarked(slot_priority)) return kAges - 1;
     if ((slot_priority & kPinned) != 0) return 0;
-    if ((slot_priority & kSingle) == 0) return AgeOfUse(slot_priority, now);
-    const int bin = kFirstSingle + BinOf(TimeSince(slot_priority & kTimeMask, now), 3);
+    const MeanUse mean = MeanUse::OfPriority(slot_priority);
+    if (!mean.is_single) return AgeOfUse(mean.time, now);
+    const int bin = kFirstSingle + BinOf(TimeSince(mean.time, now), 3);
     return bin < kAges - 2 ? bin : kAges - 2;
   }
   /// Returns whether an update may follow the slot's last use. Ahead of a call such slots stay: what is written of them
@@ -294,19 +325,9 @@ struct TierView {
   JAXSOK_HOST_DEVICE static bool IsRecent(uint32_t slot_last_use, uint32_t now) {
     return slot_last_use != 0 && TimeSince(slot_last_use, now) <= kCallsOfUse;
   }
-  /// Returns the priority of a row that comes from `place`.
-  JAXSOK_HOST_DEVICE uint32_t PriorityFrom(uint32_t place, uint32_t now) const {
-    const bool is_known = IsInHost(place) && place != kInHost;
-    const bool may_stay = is_known && AgeOfUse(place - kFirstInHost, now) < static_cast<int>(counters[kTierLimit]);
-    return may_stay ? place - kFirstInHost : kSingle | now;  // else it would leave at once
-  }
-  /// Returns the place of a row that leaves a slot.
-  JAXSOK_HOST_DEVICE uint32_t PlaceAfter(uint32_t slot) const {
-    return kFirstInHost + (last_use[slot] <= kTimes ? last_use[slot] : 0);
-  }
-  /// Returns whether a call that uses a slot begins a use: the time of the last one then becomes the priority.
+  /// Returns whether a call that uses a slot begins a use, which takes part in its mean.
   JAXSOK_HOST_DEVICE static bool BeginsUse(uint32_t slot_last_use, uint32_t slot_priority, uint32_t now) {
-    return TimeSince(slot_last_use, now) >= kCallsOfUse || slot_priority == kMarked;
+    return TimeSince(slot_last_use, now) >= kCallsOfUse || IsMarked(slot_priority);
   }
 };
 

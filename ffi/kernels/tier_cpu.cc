@@ -49,7 +49,6 @@ struct Missing {
   uint32_t* from;       // their places before the call
   int64_t num_victims = 0;
   uint32_t* victims;
-  int youngest = 0;  // the least age of these slots
 
   uint32_t SlotOf(const TierView& tier, int64_t rank) const {
     return rank < num_victims ? victims[rank] : tier.num_lines + static_cast<uint32_t>(rank - num_victims);
@@ -59,7 +58,7 @@ struct Missing {
 /// Counts the row of a slot as used.
 void Use(const TierView& tier, uint32_t slot, uint32_t now) {
   if (!TierView::BeginsUse(tier.last_use[slot], tier.priority[slot], now)) return;
-  tier.priority[slot] = tier.last_use[slot];
+  tier.priority[slot] = MeanUse::OfPriority(tier.priority[slot]).After(now).Priority();
   tier.last_use[slot] = now;
 }
 
@@ -113,7 +112,6 @@ void ChooseSlots(const TierView& tier, bool is_ahead, int64_t num_keys, Workspac
   }
   if (num_victims != 0) tier.counters[kTierWindow] = window.Next(first_tile);
   missing->num_victims = num_victims;
-  missing->youngest = youngest;
 }
 
 /// Counts the rows whose slots are known as used. Returns whether each row has its slot, or may come as foreseen.
@@ -127,7 +125,7 @@ bool UseKnown(const TierView& tier, const uint32_t* row_ids, int64_t num_keys, c
     if (row_ids[i] >= tier.capacity) {
       holds &= slot == kNoRow;
     } else if (slot < tier.num_slots && tier.owners[slot].free_id == row_ids[i]) {
-      holds &= !comes || tier.priority[slot] != kMarked;  // marked, it is foreseen for another row
+      holds &= !comes || !IsMarked(tier.priority[slot]);  // marked, it is foreseen for another row
       Use(tier, slot, tier.Now());
     } else {
       holds &= rank < num_foreseen && tier.foreseen[rank].row_id == row_ids[i];
@@ -182,10 +180,10 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     Record* owner = tier.OwnerAt(slot);
     const bool is_kept = !tier.IsStaged(slot);
     if (is_kept && owner->free_id < tier.capacity) {
-      if (!has_ahead || tier.priority[slot] != kMarked) {
+      if (!has_ahead || !IsMarked(tier.priority[slot])) {
         moves.leaving[moves.counts[kNumLeaving]++] = {slot, owner->free_id, tier.RecordOf(owner->free_id), kNoRow};
       }
-      *tier.PlaceAt(owner->free_id) = tier.PlaceAfter(slot);
+      *tier.PlaceAt(owner->free_id) = MeanUse::OfPriority(tier.priority[slot]).PlaceInHost();
       tier.NoteContent(owner->free_id, tier.RecordOf(owner->free_id), true);
       ++tier.counters[kTierWritten];
     }
@@ -219,7 +217,7 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
   if (num_left != 0) ChooseSlots(tier, false, num_keys, &cut, &missing);
   for (int64_t rank = 0; rank < num_left; ++rank) {
     const uint32_t from = missing.from[rank];
-    take_slot(row_ids[missing.positions[rank]], missing.SlotOf(tier, rank), tier.PriorityFrom(from, now),
+    take_slot(row_ids[missing.positions[rank]], missing.SlotOf(tier, rank), MeanUse::AfterPlace(from, now).Priority(),
               from == kFresh);
   }
   for (int64_t i = 0; i < num_keys; ++i) {
@@ -234,7 +232,6 @@ LaunchError LaunchBring(Stream, const TierView& tier, const uint32_t* row_ids, i
     *tier.PlaceAt(row_ids[missing.positions[rank]]) = missing.from[rank];
   }
   Unpin(tier, row_ids, num_keys);
-  if (missing.num_victims != 0 && !has_ahead) tier.counters[kTierLimit] = static_cast<uint32_t>(missing.youngest);
   tier.counters[kTierHits] += missing.num_hits;
   tier.counters[kTierClock] += 1;
   if (comes) tier.counters[kTierTicket] = 0;
@@ -249,7 +246,7 @@ LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_i
   Missing missing = FindMissing(tier, row_ids, num_keys, &cut);
   for (int64_t i = 0; i < std::min<int64_t>(tier.counters[kTierForeseen], tier.most_foreseen); ++i) {
     const uint32_t slot = tier.foreseen[i].slot;
-    if (slot < tier.num_slots && tier.priority[slot] == kMarked) tier.priority[slot] = kOnceMarked;
+    if (slot < tier.num_slots) tier.priority[slot] &= ~kMark;
   }
   if (missing.num != 0) ChooseSlots(tier, true, num_keys, &cut, &missing);
   std::fill_n(moves.counts, kNumMoveCounts, 0);
@@ -264,18 +261,17 @@ LaunchError LaunchBringAhead(Stream, const TierView& tier, const uint32_t* row_i
     *tier.PlaceAt(row_id) = from;
     if (rank >= num_listed) continue;
     const uint32_t slot = missing.victims[rank], is_fresh = from == kFresh ? 1 : 0;
-    tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
+    tier.foreseen[rank] = {row_id, slot, MeanUse::AfterPlace(from, tier.Now()).Priority(), is_fresh};
     if (is_fresh == 0) {
       moves.coming[moves.counts[kNumComing]++] = {static_cast<uint32_t>(rank), row_id, tier.RecordOf(row_id), kNoRow};
     }
     if (tier.owners[slot].free_id >= tier.capacity) continue;
     const uint32_t leaving = tier.owners[slot].free_id;
-    tier.priority[slot] = kMarked;
+    tier.priority[slot] |= kMark;
     if (is_fresh == 0) TakeRecordNear(tier, tier.RecordOf(row_id), leaving);
     moves.leaving[moves.counts[kNumLeaving]++] = {slot, leaving, tier.RecordOf(leaving), kNoRow};
   }
   Unpin(tier, row_ids, num_keys);
-  if (missing.num_victims != 0) tier.counters[kTierLimit] = static_cast<uint32_t>(missing.youngest);
   moves.counts[kNumFromHost] = moves.counts[kNumComing];
   tier.counters[kTierClock] += 1;
   tier.counters[kTierTicket] = missing.num > 0 ? tier.counters[kTierClock] : 0;

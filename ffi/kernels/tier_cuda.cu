@@ -55,7 +55,7 @@ __device__ __forceinline__ void MarkRows(const Bringing& b, Shared& shared, uint
             ++num_hits;
             if (TierView::BeginsUse(use[k].last, old, now)) {
               tier.last_use[slot] = now;
-              atomicExch(tier.priority + slot, use[k].last | kPinned);
+              atomicExch(tier.priority + slot, MeanUse::OfPriority(old).After(now).Priority() | kPinned);
             }
           }
         }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void Place(const Bringing& b, uint32_t rank, uint32_t
   if (rank >= num_victims && rank - num_victims >= b.tier.num_staged) return;  // only in an invalid state
   const uint32_t first = b.missing[rank], slot = b.SlotOfRank(rank, num_victims), from = b.former_place[first];
   *coming = {slot, b.row_ids[first], from == kFresh ? kNoRow : b.tier.RecordOf(b.row_ids[first]), kNoRow};
-  TakeSlot(b, coming->row_id, slot, b.tier.PriorityFrom(from, b.tier.Now()) | kPinned, leaving);
+  TakeSlot(b, coming->row_id, slot, MeanUse::AfterPlace(from, b.tier.Now()).Priority() | kPinned, leaving);
 }
 
 /// Lists the slot that the row of a rank would take, and marks it. Its positions still find its rank in its place.
@@ -127,11 +127,11 @@ __device__ __forceinline__ void Foresee(const Bringing& b, uint32_t rank, uint32
   const uint32_t record = tier.RecordOf(row_id), former_record = former < tier.capacity ? tier.RecordOf(former) : 0;
   if (!is_listed) return;
   const uint32_t is_fresh = from == kFresh ? 1 : 0;
-  tier.foreseen[rank] = {row_id, slot, tier.PriorityFrom(from, tier.Now()), is_fresh};
+  tier.foreseen[rank] = {row_id, slot, MeanUse::AfterPlace(from, tier.Now()).Priority(), is_fresh};
   if (is_fresh == 0) *coming = {rank, row_id, record, kNoRow};
   if (former >= tier.capacity) return;
   *leaving = {slot, former, former_record, kNoRow};
-  tier.priority[slot] = kMarked;
+  tier.priority[slot] |= kMark;
 }
 
 /// Counts the moves of a row, and those of each part. All lanes of a warp call it.
@@ -159,7 +159,7 @@ __device__ __forceinline__ void PlaceForeseen(const Bringing& b) {
       const uint32_t place = is_valid ? *tier.PlaceAt(foreseen.row_id) : kNoRow;
       const uint32_t record = is_valid && foreseen.is_fresh == 0 ? tier.RecordOf(foreseen.row_id) : kNoRow;
       const uint32_t ahead = may_be_ahead ? tier.area->coming.row_ids[rank] : kNoRow;
-      if ((priority == 0 || priority == kMarked) && IsPending(place)) {
+      if (IsFreeOrMarked(priority) && IsPending(place)) {
         coming = {foreseen.slot, foreseen.row_id, record, ahead == foreseen.row_id ? rank : kNoRow};
         TakeSlot(b, foreseen.row_id, foreseen.slot, foreseen.priority | kPinned, &leaving);
       }
@@ -278,13 +278,11 @@ __device__ __forceinline__ void RestorePlaces(const Bringing& b, uint32_t first_
 }
 
 /// Counts the moves of the call; one thread calls it.
-__device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t youngest, uint32_t first_tile) {
+__device__ void CountCall(const Bringing& b, uint32_t num_victims, uint32_t first_tile) {
   uint32_t* const counters = b.tier.counters;
   const bool has_missing = b.control->num_missing != 0;
   counters[kTierClock] += 1;
   if (num_victims != 0) counters[kTierWindow] = b.window.Next(first_tile);
-  // A limit among marked slots would say nothing.
-  if (num_victims != 0 && (b.is_ahead || counters[kTierTicket] == 0)) counters[kTierLimit] = youngest;
   if (b.is_ahead) {
     counters[kTierTicket] = has_missing ? counters[kTierClock] : 0;
     counters[kTierForeseen] = b.NumListed(num_victims);
@@ -371,7 +369,7 @@ __global__ void __launch_bounds__(kPlaceBlock, 1) PlaceKernel(const __grid_const
     all_blocks.sync();
     RestorePlaces(b, num_victims, num_missing);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) CountCall(b, num_victims, shared.youngest, first_tile);
+  if (blockIdx.x == 0 && threadIdx.x == 0) CountCall(b, num_victims, first_tile);
 }
 
 /// Launches the kernel.

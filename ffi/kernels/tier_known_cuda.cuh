@@ -2,21 +2,17 @@
 #ifndef JAXSOK_KERNELS_TIER_KNOWN_CUDA_CUH_
 #define JAXSOK_KERNELS_TIER_KNOWN_CUDA_CUH_
 
-#include <cuda/atomic>
-
 #include "tier_place_cuda.cuh"
 
 namespace jaxsok {
 
-/// Counts the row of a known slot as used. Other positions of the row do the same at the same time: a thread that sees
-/// the new time here also sees the new priority.
+/// Counts the row of a known slot as used. Other positions of the row do the same at the same time: the thread that
+/// changes the time of the last use also changes the priority.
 __device__ __noinline__ inline void UseKnown(const Bringing& b, uint32_t slot, uint32_t now) {
-  const cuda::atomic_ref<uint32_t, cuda::thread_scope_device> last_use(b.tier.last_use[slot]);
-  const cuda::atomic_ref<uint32_t, cuda::thread_scope_device> priority(b.tier.priority[slot]);
-  const uint32_t last = last_use.load(cuda::memory_order_acquire), old = priority.load(cuda::memory_order_relaxed);
-  if (!TierView::BeginsUse(last, old, now)) return;
-  priority.store(last, cuda::memory_order_relaxed);
-  last_use.store(now, cuda::memory_order_release);
+  const SlotUse use = SlotUse::Of(b.tier, slot);
+  if (use.last == now || !TierView::BeginsUse(use.last, use.priority, now)) return;
+  if (atomicCAS(b.tier.last_use + slot, use.last, now) != use.last) return;
+  b.tier.priority[slot] = MeanUse::OfPriority(use.priority).After(now).Priority();
 }
 
 /// What a list says of the slot of a position, and what is there.
@@ -61,7 +57,7 @@ __device__ __forceinline__ void CheckKnown(const Bringing& b, uint32_t now) {
       holds &= b.IsRow(row_id[k]) ? is_here || is_foreseen : known[k] == kNoRow;
       if (i < share.end) b.list.slots[i] = is_foreseen ? at[k].foreseen.slot : at[k].slot;
       if (!is_here) continue;
-      holds &= !comes || at[k].use.priority != kMarked;  // marked, it is foreseen for another row
+      holds &= !comes || !IsMarked(at[k].use.priority);  // marked, it is foreseen for another row
       if (TierView::BeginsUse(at[k].use.last, at[k].use.priority, now)) UseKnown(b, at[k].slot, now);
     }
   }

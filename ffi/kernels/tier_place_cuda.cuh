@@ -160,11 +160,11 @@ __device__ __forceinline__ void TakeSlot(const Bringing& b, uint32_t row_id, uin
   const bool is_kept = !tier.IsStaged(slot);
   const Record record = *tier.records.At(tier.starts, row_id, 1);
   const uint32_t own_record = tier.RecordOf(row_id), former = is_kept ? tier.OwnerAt(slot)->free_id : kNoRow;
-  const uint32_t former_priority = is_kept ? tier.priority[slot] : 0, place_after = is_kept ? tier.PlaceAfter(slot) : 0;
+  const uint32_t former_priority = is_kept ? tier.priority[slot] : 0;
   const bool has_ahead = b.HasAhead();
   if (former < tier.capacity) {
-    *leaving = {slot, former, tier.RecordOf(former), former_priority == kMarked && has_ahead ? 0 : kNoRow};
-    *tier.PlaceAt(former) = place_after;
+    *leaving = {slot, former, tier.RecordOf(former), IsMarked(former_priority) && has_ahead ? 0 : kNoRow};
+    *tier.PlaceAt(former) = MeanUse::OfPriority(former_priority).PlaceInHost();
     tier.NoteContent(former, leaving->record, true);
   }
   *tier.OwnerAt(slot) = {record.key, record.table, row_id};

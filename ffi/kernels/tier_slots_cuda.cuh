@@ -129,7 +129,7 @@ __device__ __forceinline__ void UnmarkSlots(const Bringing& b) {
   for (uint32_t rank = (gridDim.x - 1 - blockIdx.x) * kPlaceBlock + threadIdx.x; rank < num_listed;
        rank += gridDim.x * kPlaceBlock) {
     const uint32_t slot = b.tier.foreseen[rank].slot;
-    if (slot < b.tier.num_slots) atomicCAS(b.tier.priority + slot, kMarked, kOnceMarked);
+    if (slot < b.tier.num_slots) atomicAnd(b.tier.priority + slot, ~kMark);
   }
 }
 

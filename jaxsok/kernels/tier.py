@@ -35,7 +35,7 @@ class Tier:
     last_use: UInt32[Array, " num_lines"]
     """When the last use of the slot's row began; 0: the slot is free."""
     priority: UInt32[Array, " num_lines"]
-    """When the use before that began: the oldest leaves. `kSingle` and others in tier.h are further values."""
+    """The mean of the times of all its uses: the oldest leaves. tier.h has the flags."""
     foreseen: UInt32[Array, "num_foreseen 4"]
     """Rows that the next call will place if nothing changes until then: row id, slot, priority, 1 for a fresh row."""
     counters: UInt32[Array, " num_tier_counters"]

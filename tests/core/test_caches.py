@@ -86,18 +86,21 @@ def bin_of(age, per_octave):
 
 
 def placed_hits(batches, num_slots, calls_per_batch=1):
-    """Returns these hits as tier.h defines lookups, and updates that follow: the row whose use before the last one is
-    the oldest leaves, before it rows with a single known use, and of equally old ones the first slot's.
+    """Returns these hits as tier.h defines lookups, and updates that follow: the row whose mean use is the oldest
+    leaves, before it rows with a single known use, and of equally old ones the first slot's.
 
     Also returns the rows read, except first uses.
     """
-    slots, last, before = [None] * num_slots, [0] * num_slots, [0] * num_slots  # `before` is negative: a single use
-    left, hits, read, now, limit = {}, 0, 0, 1, 0  # `left`: by row, its last use, or 0
+    slots, last, mean = [None] * num_slots, [0] * num_slots, [0] * num_slots  # a mean is negative: of a single use
+    left, hits, read, now = {}, 0, 0, 1  # `left`: the means of rows that left
 
     def age(slot):
         if slots[slot] is None:
             return 1024
-        return bin_of(now - before[slot], 32) if before[slot] > 0 else 864 + bin_of(now + before[slot], 8)
+        return max(1, bin_of(now - mean[slot], 32)) if mean[slot] > 0 else 864 + bin_of(now + mean[slot], 8)
+
+    def mean_after(old):
+        return -old if old < 0 else now - (now - old) // 2
 
     for batch in batches:
         keys = list(dict.fromkeys(batch))
@@ -107,17 +110,14 @@ def placed_hits(batches, num_slots, calls_per_batch=1):
             hits += len(used)
             for slot in used:
                 if now - last[slot] >= 5:
-                    last[slot], before[slot] = now, last[slot]
+                    last[slot], mean[slot] = now, mean_after(mean[slot])
             missing = [key for key in keys if key not in slots]
             read += sum(key in left for key in missing)
             others = sorted(set(range(num_slots)) - set(used), key=lambda slot: (-age(slot), slot))[: len(missing)]
-            youngest = min(map(age, others), default=0)
             for key, slot in zip(missing, sorted(others), strict=False):
-                known = left.get(key, 0)
-                left[slots[slot]], left[key] = last[slot], 0
+                left[slots[slot]] = mean[slot]
                 slots[slot], last[slot] = key, now
-                before[slot] = known if known and max(1, bin_of(now - known, 32)) < limit else -now
-            limit = youngest if others else limit
+                mean[slot] = mean_after(left[key]) if key in left else -now
     return hits, read
 
 

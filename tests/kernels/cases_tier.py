@@ -8,14 +8,14 @@ from kernel_model import ADAGRAD, ADAM, EMPTY, F32, NO_ROW, ROWWISE_ADAGRAD, SGD
 from kernel_scripts import HALVES, SLABS, Script, case, cases
 
 FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
-CLOCK, HITS, FETCHED, WRITTEN, TICKET, AHEAD, FORESEEN, LIMIT, WINDOW = range(9)
-HISTORY = 3 * 2**30  # of a place: in host memory, and the rest is the time of the last use
+CLOCK, HITS, FETCHED, WRITTEN, TICKET, AHEAD, FORESEEN, WINDOW = range(8)
+HISTORY, ONE = 3 * 2**30, 2**29  # of a place: in host memory, and the rest is the mean use; of one use
 ONE_USE = 5  # calls
 CLOCK_AT_FIRST = 60_000
-TIMES = 2**29
+TIMES = 2**28
 TILE = 2**13
 SINGLE, FIRST_SINGLE, FREE = 2**31, 864, 1024  # of a priority; ages
-MARKED, ONCE_MARKED = SINGLE + 2**30 - 1, SINGLE + 1
+MARK = 2**29
 
 
 def bin_of(age: int, per_octave: int) -> int:
@@ -38,9 +38,18 @@ def age_of_use(age: int) -> int:
     return min(max(bin_of(age, 32), 1), FIRST_SINGLE - 1)
 
 
+def is_free_or_marked(priority: int) -> bool:
+    return priority == 0 or bool(priority & MARK)
+
+
+def mean_after(mean: int, is_single: bool, now: int) -> int:
+    """Returns the mean use after a use that begins now: half of it counts, but the second use tells only a distance."""
+    return mean if is_single else time_of(now - since(mean, now) // 2 - 1)
+
+
 def age_of(priority: int, now: int) -> int:
     """Returns the age of a slot that the call does not use."""
-    if priority in (0, MARKED):
+    if is_free_or_marked(priority):
         return FREE
     if priority < SINGLE:
         return age_of_use(since(priority, now))
@@ -60,7 +69,7 @@ class TieredStore(Store):
         self.owners = np.full((self.num_lines, 4), EMPTY)
         self.last_use, self.priority = np.zeros((2, self.num_lines), np.uint32)
         self.foreseen = np.zeros((self.num_lines, 4), np.uint32)
-        self.tier_counters = np.zeros(9, np.uint32)
+        self.tier_counters = np.zeros(8, np.uint32)
 
     def arrays(self) -> dict:
         """Copies all arrays; host memory as bytes, with zeros between the numbers of rows, in the order of row ids.
@@ -125,11 +134,11 @@ class TieredStore(Store):
         pairs = {}
         if counters[TICKET]:
             for row_id, slot, priority, _ in self.foreseen[: counters[FORESEEN]].tolist():
-                if row_id in missed and self.priority[slot] in (0, MARKED):
+                if row_id in missed and is_free_or_marked(int(self.priority[slot])):
                     pairs[row_id] = slot, priority
         rest = [row_id for row_id in missed if row_id not in pairs]
         taken = {*slot_of.values(), *(slot for slot, _ in pairs.values())}
-        victims, limit = self._victims(taken, len(rest), len(row_ids), now)
+        victims = self._victims(taken, len(rest), len(row_ids), now)
         kept, staged = rest[: len(victims)], rest[len(victims) :]
         pairs |= {row_id: (slot, self._priority(row_id, now)) for row_id, slot in zip(kept, victims, strict=True)}
         for row_id, (slot, priority) in pairs.items():
@@ -140,8 +149,6 @@ class TieredStore(Store):
             self.owners[slot] = *self.records[row_id, :3], row_id
             slot_of[row_id] = self.places[row_id] = slot
             self.last_use[slot], self.priority[slot] = now, priority
-        if victims and not counters[TICKET]:
-            counters[LIMIT] = limit
         counters[TICKET] *= not missed
         slot_of |= {row_id: self.num_lines + at for at, row_id in enumerate(staged)}
         # Rows that are not in use give 0, which counts a stale plan's uses.
@@ -153,19 +160,17 @@ class TieredStore(Store):
         """Does what `LaunchBringAhead` states: no place changes, but slots are used, listed and marked."""
         slot_of, missed, now = self._find(row_ids)
         self.tier_counters[[TICKET, FORESEEN]] = self.tier_counters[CLOCK] * bool(missed), 0
-        self.priority[self.priority == MARKED] = ONCE_MARKED
+        self.priority &= ~np.uint32(MARK)
         if not missed:
             return
         recent = np.flatnonzero((self.last_use != 0) & ((now - self.last_use.astype(int)) % TIMES <= ONE_USE)).tolist()
-        victims, limit = self._victims({*slot_of.values(), *recent}, len(missed), len(row_ids), now)
+        victims = self._victims({*slot_of.values(), *recent}, len(missed), len(row_ids), now)
         for at, (row_id, slot) in enumerate(zip(missed, victims, strict=False)):
             self.foreseen[at] = row_id, slot, self._priority(row_id, now), self.places[row_id] == FRESH
         for slot in victims:
             if self.owners[slot, 3] != NO_ROW:
-                self.priority[slot] = MARKED
+                self.priority[slot] |= np.uint32(MARK)
         self.tier_counters[FORESEEN] = len(victims)
-        if victims:
-            self.tier_counters[LIMIT] = limit
 
     def _find(self, row_ids: np.ndarray) -> tuple[dict[int, int], list[int], int]:
         """Begins a call; returns the slots of its rows, which count as used, the rows without one, and the time."""
@@ -174,15 +179,17 @@ class TieredStore(Store):
         wanted = dict.fromkeys(filter(self._is_row, row_ids.tolist()))
         slot_of = {row_id: int(self.places[row_id]) for row_id in wanted if self.places[row_id] < HISTORY}
         for slot in slot_of.values():
-            if since(last := self.last_use[slot], now) >= ONE_USE:
-                self.last_use[slot], self.priority[slot] = now, last
+            if since(self.last_use[slot], now) >= ONE_USE:
+                priority = int(self.priority[slot])
+                self.last_use[slot], self.priority[slot] = now, mean_after(priority % MARK, priority >= SINGLE, now)
         return slot_of, [row_id for row_id in wanted if row_id not in slot_of], now
 
     def _priority(self, row_id: int, now: int) -> int:
         """Returns the priority that a row gets when it comes."""
         place = int(self.places[row_id])
-        is_known = HISTORY <= place < IN_HOST and age_of_use(since(place - HISTORY, now)) < self.tier_counters[LIMIT]
-        return place - HISTORY if is_known else SINGLE + now
+        if place >= IN_HOST:
+            return SINGLE + now
+        return mean_after(place % ONE, bool(place & ONE), now)
 
     def _is_row(self, row_id: int) -> bool:
         return row_id < self.capacity and bool((self.records[row_id, :2] != EMPTY).any())
@@ -206,10 +213,10 @@ class TieredStore(Store):
             owners[at] = *self.records[row_id, :3], row_id
         return {"staged_rows": rows, "staged_states": states, "staged_owners": owners}
 
-    def _victims(self, used: set[int], num: int, num_keys: int, now: int) -> tuple[list[int], int]:
-        """Returns the slots to replace, in the order of the window, and the least age of them."""
+    def _victims(self, used: set[int], num: int, num_keys: int, now: int) -> list[int]:
+        """Returns the slots to replace, in the order of the window."""
         if num == 0:
-            return [], 0
+            return []
         all_tiles, tiles = -(-self.num_slots // TILE), max(32, -(-4 * num_keys // TILE))
         first = int(self.tier_counters[WINDOW]) % all_tiles if tiles < all_tiles else 0
         order = (np.arange(min(tiles, all_tiles) * TILE) + first * TILE) % (all_tiles * TILE)
@@ -219,7 +226,7 @@ class TieredStore(Store):
         if slots:
             self.tier_counters[WINDOW] = (first + min(tiles, all_tiles)) % all_tiles
         chosen = set(slots)
-        return [slot for slot in window if slot in chosen], ages[slots[-1]] if len(slots) == num else 1
+        return [slot for slot in window if slot in chosen]
 
     def _numbers(self, row_id: int) -> list:
         """Returns the row and its state for a row that is not in the cache."""
@@ -231,7 +238,8 @@ class TieredStore(Store):
     def _leave(self, slot: int) -> None:
         if (row_id := self.owners[slot, 3]) != NO_ROW:
             self.write(row_id, self.cached_rows[slot], *(state[slot] for state in self.cached_states))
-            self.places[row_id] = HISTORY + self.last_use[slot]
+            priority = int(self.priority[slot])
+            self.places[row_id] = HISTORY + (ONE if priority >= SINGLE else 0) + priority % MARK
             self.tier_counters[WRITTEN] += 1
 
     def write(self, row_id: int, *numbers: np.ndarray) -> None:
@@ -267,9 +275,10 @@ class TierScript(Script):
         row_ids = np.arange(num_rows, dtype=np.uint32)
         now = time_of(clock)
         times = (now - 1 - rng.integers(0, 8 * ages, num_rows)) % TIMES + 1
+        times += np.where(rng.random(num_rows) < 0.5, ONE, 0)
         places = np.where(rng.random(num_rows) < 0.5, HISTORY + times, IN_HOST)
         store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, places)
-        store.tier_counters[:] = clock, 2**32 - 3, 5, 6, 0, 0, 0, age_of_use(4 * ages), 0  # the hits wrap
+        store.tier_counters[:] = clock, 2**32 - 3, 5, 6, 0, 0, 0, 0  # the hits wrap
         slots = rng.permutation(np.flatnonzero(rng.random(store.num_slots) >= free))
         rows = rng.permutation(row_ids)[: min(len(slots), int(cached * num_rows))]
         slots = slots[: len(rows)]
