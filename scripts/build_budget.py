@@ -1,9 +1,10 @@
 """Compares a build of the GPU back end with ffi/build_budget.toml: bytes of each object, seconds of each compiler.
 
 The same compiler makes the same bytes anywhere. Seconds are those of one core (user and system), whatever else the
-machine does meanwhile. They still depend on the machine, so a source may take `--slack` times its budget.
+machine does meanwhile. They still depend on the machine, whose speed was seen to vary by 1.8, so a source may take
+`--slack` times its budget.
 
-Usage: python scripts/build_budget.py BUILD_FOLDER [--library PATH] [--slack 1.5] [--write]
+Usage: python scripts/build_budget.py BUILD_FOLDER [--library PATH] [--slack 3] [--write]
        python scripts/build_budget.py --run COMPILER ARGUMENT ... (as CMAKE_CUDA_COMPILER_LAUNCHER: records seconds)
 """
 
@@ -62,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path, help="where CMake built")
     parser.add_argument("--library", type=pathlib.Path, help="the stripped library; checked too")
-    parser.add_argument("--slack", type=float, default=1.5, help="times the seconds of the budget")
+    parser.add_argument("--slack", type=float, default=3, help="times the seconds of the budget")
     parser.add_argument("--write", action="store_true", help="writes what was found as the new budget")
     options = parser.parse_args()
     found, took = sizes(options.folder), seconds(options.folder)
