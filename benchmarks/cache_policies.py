@@ -6,7 +6,7 @@ Question: how many rows would cross the link by the mean use of rows, which the 
 Workload: one of the 26 tables of `bench_tiers.py`: 1,000,000 rows, 8,192 draws a step from Zipf 1.05; the cache begins
           with its most frequent rows. With drift, the ranks move by some rows every 60 steps.
 Limit:    a cache that always holds the most frequent rows ("best"): it knows the distribution.
-Command:  `python -m benchmarks.cache_policies`, about four minutes on one core.
+Command:  `python -m benchmarks.cache_policies`, some minutes on one core.
 Last result: docs/decisions/0040-the-mean-use-of-rows.md, 0033-which-rows-leave-the-cache.md and
           0029-placing-in-one-kernel.md.
 
@@ -76,7 +76,7 @@ def simulate_uses(share: float, num_steps: int, drift: int = 0, *, is_mean: bool
     than those of the rows that stay.
     """
     num_slots, draws = round(NUM_ROWS * share), Draws(0, drift)
-    is_cached, last, before, limit = np.zeros(NUM_ROWS, bool), np.zeros(NUM_ROWS, int), np.zeros(NUM_ROWS, int), 0
+    is_cached, last, deciding, limit = np.zeros(NUM_ROWS, bool), np.zeros(NUM_ROWS, int), np.zeros(NUM_ROWS, int), 0
     slot = np.full(NUM_ROWS, -1)
     is_cached[:num_slots] = True
     slot[:num_slots] = np.arange(num_slots)[::-1]
@@ -86,14 +86,14 @@ def simulate_uses(share: float, num_steps: int, drift: int = 0, *, is_mean: bool
         missing = rows[~is_cached[rows]]
         counts.append(missing.size)
         if is_mean:
-            before[rows] = np.where(before[rows] > 0, now - (now - before[rows]) // 2, last[rows])
+            deciding[rows] = np.where(deciding[rows] > 0, now - (now - deciding[rows]) // 2, last[rows])
         else:
-            before[rows] = last[rows]
-            before[missing] = np.where(_bins(now - before[missing], 32) < limit, before[missing], 0)
+            deciding[rows] = last[rows]
+            deciding[missing] = np.where(_bins(now - deciding[missing], 32) < limit, deciding[missing], 0)
         last[rows] = now
         others = np.setdiff1d(np.flatnonzero(is_cached), np.union1d(rows, of_last_step), assume_unique=True)
         singles = FIRST_SINGLE + _bins(now - last[others], 8)
-        ages = np.where(before[others] > 0, _bins(now - before[others], 32), singles)
+        ages = np.where(deciding[others] > 0, _bins(now - deciding[others], 32), singles)
         at = np.argpartition(slot[others] - ages * NUM_ROWS, missing.size - 1)[: missing.size]
         leaving, limit = others[at], ages[at].min()
         slot[missing] = slot[leaving]

@@ -1,8 +1,8 @@
 """Compares a build of the GPU back end with ffi/build_budget.toml: bytes of each object, seconds of each compiler.
 
 The same compiler makes the same bytes anywhere. Seconds are those of one core (user and system), whatever else the
-machine does meanwhile. They still depend on the machine, whose speed was seen to vary by 1.8, so a source may take
-`--slack` times its budget.
+machine does meanwhile. They still depend on the machine: on a slow day a source took 92 s for a budget of 60 that it
+had kept before. So a source may take `--slack` times its budget.
 
 Usage: python scripts/build_budget.py BUILD_FOLDER [--library PATH] [--slack 3] [--write]
        python scripts/build_budget.py --run COMPILER ARGUMENT ... (as CMAKE_CUDA_COMPILER_LAUNCHER: records seconds)

@@ -9,7 +9,7 @@ from kernel_scripts import HALVES, SLABS, Script, case, cases
 
 FRESH, IN_HOST = 2**32 - 1, 2**32 - 2
 CLOCK, HITS, FETCHED, WRITTEN, TICKET, AHEAD, FORESEEN, WINDOW = range(8)
-HISTORY, ONE = 3 * 2**30, 2**29  # of a place: in host memory, and the rest is the mean use; of one use
+HISTORY, SINGLE_IN_HOST = 3 * 2**30, 2**29  # of a place: in host memory, with the mean use; the mean of one use
 ONE_USE = 5  # calls
 CLOCK_AT_FIRST = 60_000
 TIMES = 2**28
@@ -189,7 +189,7 @@ class TieredStore(Store):
         place = int(self.places[row_id])
         if place >= IN_HOST:
             return SINGLE + now
-        return mean_after(place % ONE, bool(place & ONE), now)
+        return mean_after(place % SINGLE_IN_HOST, bool(place & SINGLE_IN_HOST), now)
 
     def _is_row(self, row_id: int) -> bool:
         return row_id < self.capacity and bool((self.records[row_id, :2] != EMPTY).any())
@@ -239,7 +239,7 @@ class TieredStore(Store):
         if (row_id := self.owners[slot, 3]) != NO_ROW:
             self.write(row_id, self.cached_rows[slot], *(state[slot] for state in self.cached_states))
             priority = int(self.priority[slot])
-            self.places[row_id] = HISTORY + (ONE if priority >= SINGLE else 0) + priority % MARK
+            self.places[row_id] = HISTORY + (SINGLE_IN_HOST if priority >= SINGLE else 0) + priority % MARK
             self.tier_counters[WRITTEN] += 1
 
     def write(self, row_id: int, *numbers: np.ndarray) -> None:
@@ -275,7 +275,7 @@ class TierScript(Script):
         row_ids = np.arange(num_rows, dtype=np.uint32)
         now = time_of(clock)
         times = (now - 1 - rng.integers(0, 8 * ages, num_rows)) % TIMES + 1
-        times += np.where(rng.random(num_rows) < 0.5, ONE, 0)
+        times += np.where(rng.random(num_rows) < 0.5, SINGLE_IN_HOST, 0)
         places = np.where(rng.random(num_rows) < 0.5, HISTORY + times, IN_HOST)
         store.places[:num_rows] = np.where(rng.random(num_rows) < fresh, FRESH, places)
         store.tier_counters[:] = clock, 2**32 - 3, 5, 6, 0, 0, 0, 0  # the hits wrap
