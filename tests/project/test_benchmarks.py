@@ -806,7 +806,8 @@ def test_times_of_a_fixed_rate_count_from_when_requests_are_due():
     made = asyncio.run(load())
     assert 80 < made.statuses.count(200) <= 101
     waited = sum(latency > 0.05 for latency in made.latencies)
-    assert waited > 15 and max(made.late) < 0.1 and max(made.latencies) >= pause_s
+    assert waited > 15 and max(made.latencies) >= pause_s
+    assert sum(late > 0.1 for late in made.late) < 10  # 20 would be, if requests waited for the pause to end
 
 
 def test_requests_without_an_answer_are_counted_with_the_time_that_they_waited():
